@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ragcache.fusion.layout import AddedTokens
     from ragcache.fusion.method import FusionMethod, PrefillOutput, PrefillRequest
     from ragcache.fusion.recompute import RecomputeContext, RecomputeMethod
-    from ragcache.fusion.snapkv import SnapKV
     from ragcache.ingest.chunker import ChunkerConfig
     from ragcache.ingest.document import HANDLE_KEY, Document
     from ragcache.ingest.report import IngestReport, ProgressEvent
@@ -76,7 +75,6 @@ __all__ = [
     "RecomputeMethod",
     "RetrieveOptions",
     "Sampling",
-    "SnapKV",
     "Source",
     "Sources",
     "Store",
@@ -112,7 +110,6 @@ _NAMES = {
     "errors": "RagCacheError UnknownHandleError UnsupportedModelError",
     "fusion": "METHODS MethodInfo methods",
     "fusion.method": "FusionMethod PrefillRequest PrefillOutput",
-    "fusion.snapkv": "SnapKV",
     "fusion.fuse": "FuseOutput encode fuse",
     "fusion.layout": "AddedTokens",
     "fusion.recompute": "RecomputeContext RecomputeMethod",

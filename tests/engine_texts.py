@@ -20,7 +20,6 @@ CHAT = (
 READ = {
     "method": "full",
     "method_options": {"reuse": False},
-    "evict": 7,
     "on_overflow": "trim",
     "order": "shared",
     "hint": False,

@@ -126,67 +126,10 @@ class Family:
         self.name, (self.lm, self.oracle), self.formula = name, tiny(name), formula_model(saved_tiny(name))
 
 
-# What is evicted, and what heads dropped before.
+# What heads dropped.
 
 ANSWER = [5, 77, 31, 8]
 CHUNKS = (17, 3, 20, 12)
-LAYERS = 3
-
-
-def winners(weights, tokens, voters, choice, kv_heads):
-    """Token by token. weights: [num_heads, n, n] of one layer; tokens: the passages', in order. By KV head."""
-    kept = []
-    groups = weights.shape[0] // kv_heads
-    for head in range(kv_heads):
-        own = weights[head * groups : (head + 1) * groups]
-        votes = [sum(float(one[row, token]) for one in own for row in voters) for token in tokens]
-        pooled, reach = [], choice.kernel // 2
-        for place in range(len(tokens)):
-            near = votes[max(0, place - reach) : place + reach + 1]
-            pooled.append(max(near) if choice.pooling == "max" else sum(near) / len(near))
-        best = sorted(range(len(tokens)), key=lambda place: (-pooled[place], place))[: choice.budget]
-        kept.append(sorted(tokens[place] for place in best))
-    return kept
-
-
-def evicted(allowed, tokens, kept, first_answer):
-    """`allowed` for one layer, [n, n], as [num_kv_heads, n, n] in which answer tokens see of `tokens` the kept ones."""
-    by_head = allowed.repeat(len(kept), 1, 1)
-    for head, winning in enumerate(kept):
-        for token in set(tokens) - set(winning):
-            by_head[head, first_answer:, token] = False
-    return by_head
-
-
-def expected(formula, ids, plan_of, tokens, suffix_tokens, choice):
-    """Logits at the suffix's last token and at each answer token, and what is kept by layer and KV head.
-
-    plan_of: the plan for so many answer tokens and, where given, these masks by layer
-    """
-    first_answer = len(ids)
-    voters = range(first_answer - min(suffix_tokens, choice.window or suffix_tokens), first_answer)
-    before = plan_of(0)
-    planned_logits(formula, ids, before)
-    tokens = tokens if isinstance(tokens[0], list) else [tokens] * LAYERS
-    heads = [before.kv[layer][0].shape[1] for layer in range(LAYERS)]
-    kept = [winners(before.weights[i][0], tokens[i], voters, choice, heads[i]) for i in range(LAYERS)]
-    plan = plan_of(len(ANSWER))
-    allowed = plan.allowed if isinstance(plan.allowed, list) else [plan.allowed] * LAYERS
-    plan.allowed = [evicted(allowed[i], tokens[i], kept[i], first_answer) for i in range(LAYERS)]
-    return planned_logits(formula, [*ids, *ANSWER], plan)[first_answer - 1 :], kept
-
-
-def held_tokens(fused, layer):
-    """By KV head; a token's position is its place in the prompt."""
-    keys, _, positions = fused.cache.layer_state(layer)
-    return positions.expand(keys.shape[1], -1).tolist()
-
-
-def assert_kept(fused, kept, always_before, always_behind):
-    for layer in range(LAYERS):
-        assert held_tokens(fused, layer) == [[*always_before, *winning, *always_behind] for winning in kept[layer]]
-    counts = [len(always_before) + len(kept[layer][0]) + len(always_behind) for layer in range(LAYERS)]
-    assert fused.kept_tokens == tuple(fused.cache.lengths) == tuple(counts)
 
 
 def held_places(block, layer):

@@ -18,7 +18,6 @@ from ragcache.errors import ConfigError, PluginError, SchemaVersionError
 from ragcache.ingest.worker import WORKERS
 from ragcache.plugins import Registry, load
 from ragcache.retrieval.open_index import INDEXES
-from ragcache.retrieval.vector_index import KINDS
 from ragcache.seal import UNSEALED
 from ragcache.store.eviction import ADMISSIONS, POLICIES
 from ragcache.store.remote import SCHEMES
@@ -98,7 +97,7 @@ def test_threads_of_a_fresh_registry_find_every_plug_in(distribution):
 
 
 def test_threads_read_the_first_blocks_of_a_plug_ins_codec(tmp_path, monkeypatch):
-    write_block(tmp_path / "block", make_key(1), make_block(1), get_codec("cachegen"))
+    write_block(tmp_path / "block", make_key(1), make_block(1), get_codec("samkv"))
     for _ in range(10):
         monkeypatch.setattr(codecs, "CODECS", Registry(plugins.CODECS))
         start = Barrier(4)
@@ -146,7 +145,7 @@ def test_load_refuses_an_object_that_cannot_be_imported(distribution):
         load("thing", "bad", {"bad": "plug_bad:X"})
 
 
-TABLES = [ADAPTERS, ADMISSIONS, INDEXES, KINDS, POLICIES, SCHEMES, WORKERS]
+TABLES = [ADAPTERS, ADMISSIONS, INDEXES, POLICIES, SCHEMES, WORKERS]
 
 
 def test_every_object_of_an_annex_is_where_its_table_says():

@@ -6,14 +6,13 @@ from ragcache import plugins
 from ragcache.codecs.base import Codec as Codec
 from ragcache.codecs.basis import Bases as Bases
 from ragcache.codecs.floats import Bfloat16Codec
-from ragcache.codecs.fp8 import Fp8Codec
 from ragcache.codecs.kivi import Int4Codec
 from ragcache.codecs.kivi import Int8Codec as Int8Codec
 from ragcache.codecs.none import RawCodec as RawCodec
 from ragcache.plugins import Registry, load
 
 CODECS: Registry[type[Codec]] = Registry(
-    plugins.CODECS, {"raw": RawCodec, "bfloat16": Bfloat16Codec, "int8": Int8Codec, "int4": Int4Codec, "fp8": Fp8Codec}
+    plugins.CODECS, {"raw": RawCodec, "bfloat16": Bfloat16Codec, "int8": Int8Codec, "int4": Int4Codec}
 )
 
 

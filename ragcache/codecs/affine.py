@@ -52,7 +52,7 @@ def quantise(numbers: Tensor, dim: int, size: int, levels: int, dtype: torch.dty
     grouped = _grouped(numbers, dim, size)
     low, high = torch.aminmax(grouped, dim=dim + 1) if grouped.numel() else (grouped.sum(dim + 1),) * 2
     zeros = _rounded(low.double(), dtype, -1)
-    scales = rounded_up((high.double() - zeros.double()) / levels, dtype)
+    scales = _rounded((high.double() - zeros.double()) / levels, dtype, 1)
     step = scales.float().unsqueeze(dim + 1)
     codes = (grouped - zeros.float().unsqueeze(dim + 1)).div_(torch.where(step > 0, step, 1)).round_()
     codes = codes.clamp_(0, levels).to(torch.uint8).flatten(dim, dim + 1).narrow(dim, 0, numbers.shape[dim])
@@ -88,13 +88,8 @@ def _grouped(numbers: Tensor, dim: int, size: int) -> Tensor:
     return torch.unflatten(numbers, dim, (numbers.shape[dim] // size, size))
 
 
-def rounded_up(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return float64 numbers in float16 or float32, rounded up."""
-    return _rounded(numbers, dtype, 1)
-
-
 def _rounded(numbers: Tensor, dtype: torch.dtype, sign: int) -> Tensor:
-    """Round to `dtype`, never up for sign -1 and never down for sign 1."""
+    """Round float64 numbers to float16 or float32, never up for sign -1 and never down for sign 1."""
     exact = numbers.numpy()
     rounded: NDArray[Any] = exact.astype({torch.float16: np.float16, torch.float32: np.float32}[dtype])
     wrong = rounded * np.float64(sign) < exact * sign

@@ -116,8 +116,7 @@ class Codec(ABC):
         """Compute the bytes of `encode`'s tensors for a block of this shape.
 
         Nothing is encoded, and PyTorch is not loaded. The result is an estimate for codecs whose bytes depend on the
-        numbers, which are assumed to be normally distributed: of all distributions with the same deviation, this has
-        the largest entropy.
+        numbers.
 
         itemsize: bytes of a number of the block
         kept:     share of its tokens that a head holds, as a mean over the layers; all layers are assumed to hold

@@ -37,7 +37,6 @@ from ragcache.engine.verdict import Choice, StoredBlocks, choose_method
 from ragcache.errors import ConfigError, ModelMismatchError, StoreMismatchError
 from ragcache.fusion.fuse import block_recipe
 from ragcache.fusion.method import FusionMethod
-from ragcache.fusion.snapkv import SnapKV
 from ragcache.ingest.chunker import Chunker, ChunkerConfig
 from ragcache.ingest.context_chunks import NEIGHBOURHOODS, Neighbourhood
 from ragcache.ingest.encoder import BlockKeys, ModelEncoder
@@ -93,7 +92,6 @@ class Components(_Made):
     card:   the model; a LanguageModel if it runs in this process
     choice: the method that reads questions which do not name their own; stored: facts about the blocks that it was
             chosen by
-    evict:  how much questions keep of their passages by default; None: everything
     block_keys: keys of the store's blocks; a ModelEncoder if the model runs in this process
     loader: None if the model runs in another engine
     whole:  makes one passage of a whole text
@@ -106,7 +104,6 @@ class Components(_Made):
     retriever: Retriever
     choice: Choice
     stored: StoredBlocks
-    evict: SnapKV | None
     ingestor: Ingestor
     whole: PassthroughSplitter
     turns: ConversationCache
@@ -119,7 +116,6 @@ class OpenOptions:
 
     method: str | FusionMethod | None
     method_options: Mapping[str, Any]
-    evict: SnapKV | None
     recipe: str | Recipe | None
     system: str | None
     question_format: str | None
@@ -183,12 +179,12 @@ def assemble(
         block_keys = BlockKeys(card, *own_blocks)
         remote = engine.engine(card, Prompts(card, block_keys, *formats), store.kv)
         made = _Made(remote, block_keys, Admission(UNKNOWN_BYTES), PrefillEstimate(), generation)
-        made.engine.check(RequestOptions(choice, chosen.evict))
+        made.engine.check(RequestOptions(choice))
     elif isinstance(card, LanguageModel):
         made = _here(store, config, card, own_blocks, formats, near, generation)
     elif isinstance(card, EmbeddedModel):
         made = _embedded(store, config, card, own_blocks, formats, near, generation)
-        made.engine.check(RequestOptions(choice, chosen.evict))
+        made.engine.check(RequestOptions(choice))
     else:
         raise ConfigError(f"{card.name} was given without its weights, and no engine that has them")
     cut, into = Chunker(card.tokenizer, chosen.chunker), store.documents.seen_by(EVERYTHING.only(DEFAULT))
@@ -199,7 +195,6 @@ def assemble(
         retriever=retriever,
         choice=choice,
         stored=replace(stored, recipe=used),
-        evict=chosen.evict,
         **vars(made),
         ingestor=Ingestor(store.layout, into, store.kv, retriever, cut, made.block_keys, chosen.ingest),
         whole=PassthroughSplitter(card.tokenizer, card.max_positions),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from random import sample
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,6 @@ from ragcache.engine.store_config import StoreParts
 from ragcache.kv.block import KVBlock
 from ragcache.lazy_torch import torch
 from ragcache.models.machine import advice_on
-from ragcache.retrieval.faiss_kinds import Stored
 from ragcache.retrieval.open_index import open_table
 from ragcache.retrieval.vector_index import KINDS, VectorIndex
 from ragcache.store.kv_store import collect_garbage
@@ -200,7 +198,6 @@ def _check_index(store: StoreParts, kind: str) -> str:
     if "embedder" not in bound or not store.documents.counts().chunks:
         return "absent"
     dimension, embedder = int(str(bound["embedding_dim"])), str(bound["embedder"])
-    stored = partial(store.documents.vectors_by_ids, dimension=dimension)
     if kind not in KINDS:
         table = open_table(store.documents, kind, embedder, dimension)
         table.follow(store.documents)
@@ -209,24 +206,24 @@ def _check_index(store: StoreParts, kind: str) -> str:
         table.clear()
         table.follow(store.documents)
         return OTHER_VECTORS
-    reason = _index_fault(store, stored)
+    reason = _index_fault(store)
     if reason is None:
         return "sound"
     generation = store.documents.generation()
-    index = VectorIndex(dimension, kind=kind, embedder=embedder, stored=stored, seal=store.kv.seal)
+    index = VectorIndex(dimension, kind=kind, embedder=embedder, seal=store.kv.seal)
     index.follow(store.documents)
     index.generation = generation
     index.save(store.layout.index)
     return reason
 
 
-def _index_fault(store: StoreParts, stored: Stored) -> str | None:
+def _index_fault(store: StoreParts) -> str | None:
     """Return why the saved index has to be rebuilt, or None if it agrees with SQL."""
     path = store.layout.index
     if not path.exists():
         return "rebuilt: it was absent"
     try:
-        index = VectorIndex.load(path, stored, store.kv.seal)
+        index = VectorIndex.load(path, store.kv.seal)
     except errors.DamagedIndexError as error:
         return f"rebuilt: {error}"
     if index.ids != store.documents.vector_ids():

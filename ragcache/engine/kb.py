@@ -58,7 +58,6 @@ from ragcache.engine.verdict import AUTO
 from ragcache.errors import ConfigError, check_type
 from ragcache.fusion import get_method, methods
 from ragcache.fusion.method import FusionMethod
-from ragcache.fusion.snapkv import SnapKV
 from ragcache.ingest.chunker import ChunkerConfig
 from ragcache.ingest.document import Document
 from ragcache.ingest.encoder import ModelEncoder
@@ -111,7 +110,6 @@ class RagCache(Store):
         *,
         model: str | Path | LanguageModel | PreTrainedModel | None = None,
         method: str | FusionMethod | None = None,
-        evict: SnapKV | int | None = None,
         embedder: str | Path | Embedder | None = None,
         reranker: str | Path | Reranker | None = None,
         recipe: str | Recipe | None = None,
@@ -135,8 +133,6 @@ class RagCache(Store):
         method:   fusion method, with its options as further keyword arguments; None: the method that the model was
                   trained for, else the cheapest that passed `ragcache check`, else `choose_method`'s; "auto": the
                   same, but a verdict of `ragcache check` has priority over the training
-        evict:    how many of the passages' tokens each layer and KV head keeps after the first token of an answer: a
-                  budget or a SnapKV; None: all of them
         embedder: "minilm", "contriever", directory, hub id or an Embedder; None: the store's own, "minilm" for a new
                   store
         reranker: directory or hub id of a cross-encoder, or a Reranker, that chooses among the search results; see the
@@ -165,9 +161,8 @@ class RagCache(Store):
             raise ConfigError("models=False is no option; Store.open opens a store without its models")
         if method is not None and method != AUTO:  # refuse a wrong method before creating a store
             method, method_options = get_method(method, **method_options), {}
-        evict_budget, cut = None if evict is None else SnapKV.of(evict), chunker or ChunkerConfig()
-        settings, config = ingest or IngestConfig(), store or StoreConfig()
-        chosen = OpenOptions(method, method_options, evict_budget, recipe, system, question_format, cut, settings)
+        cut, settings, config = chunker or ChunkerConfig(), ingest or IngestConfig(), store or StoreConfig()
+        chosen = OpenOptions(method, method_options, recipe, system, question_format, cut, settings)
         opened = open_store(path, config, create=create)
         try:
             if engine is None and not isinstance(model, LanguageModel | PreTrainedModel):

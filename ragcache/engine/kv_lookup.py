@@ -103,7 +103,7 @@ class KVLookup:
         """Keep the KV of the prompt and its answer, if the prefix tree can hold it."""
         path, options = resolved.path, request.options
         method = options.method
-        if path is None or options.evict is not None or not self.keeps_context_of(method):
+        if path is None or not self.keeps_context_of(method):
             return
         if method.reuses_blocks or method.takes_exact:
             self._prefixes.keep(method, path, answer_ids, fused)
@@ -135,9 +135,7 @@ class KVLookup:
 
     def _path(self, request: Request) -> Path | None:
         method, earlier_turns = request.options.method, request.earlier_turns
-        goes_on = (
-            request.options.found and request.options.evict is None if method.reuses_blocks else method.takes_exact
-        )
+        goes_on = request.options.found if method.reuses_blocks else method.takes_exact
         if earlier_turns is None and not goes_on:
             return None
         hits = [*(earlier_turns.history.hits if earlier_turns else ()), *request.hits]
@@ -160,12 +158,10 @@ class KVLookup:
     def _known(self, request: Request, path: Path) -> Iterator[PrefixKV]:
         """Yield the KV that the prefix tree holds for the prompt, except its last token.
 
-        With `evict`, the suffix is excluded too, because its rows vote on which tokens are evicted. For a store that is
-        read whole, yield everything before the question.
+        For a store that is read whole, yield everything before the question.
         """
         prompt, options = request.prompt, request.options
-        most = path.layout.num_tokens - 1 if options.evict is None else prompt.context_tokens
-        with self._prefixes.match(options.method, path, most) as (lease, load_s):
+        with self._prefixes.match(options.method, path, path.layout.num_tokens - 1) as (lease, load_s):
             count = 0 if lease is None else lease.num_tokens
             if options.found and count <= len(prompt.prefix_ids):
                 with self._prefixes.text(prompt.prefix_ids) as prefix:

@@ -95,7 +95,6 @@ class LocalEngine:
                         request.plan,
                         resolved.loaded.blocks,
                         reserve_tokens=self.prompts.room_at_first(prompt.num_tokens, options),
-                        evict=options.evict,
                         exact=resolved.prefix.exact if shared.placed is None else None,
                         base=shared.placed,
                     )

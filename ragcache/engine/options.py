@@ -20,7 +20,6 @@ from ragcache.store.eviction import ADMISSIONS, POLICIES
 if TYPE_CHECKING:  # heavy imports, and `ragcache --help` loads this file too
     from ragcache.engine.passages import Passage
     from ragcache.fusion.method import FusionMethod
-    from ragcache.fusion.snapkv import SnapKV
     from ragcache.models.sampler import Sampling
     from ragcache.retrieval.retriever import Hit
     from ragcache.store.filters import Filter
@@ -59,7 +58,7 @@ class StoreConfig(Config):
     database:     None: SQLite inside the store's directory. The directory records which database has its documents, and
                   another database is refused
     codec, eviction, admission, trace, device_bytes, disk_bytes, ttl_s: see KVStore
-    index:        "flat" (exact), "hnsw", "ivfpq" (many vectors), or "pgvector" (in the PostgreSQL database)
+    index:        "flat" (exact), "hnsw", or "pgvector" (in the PostgreSQL database)
     read_only:    nothing is written, not even computed blocks
     prefix_bytes: budget for KV on the model's device that stays for later questions: exact KV of prompts, answers and
                   system prompts, and placed contexts; 0: nothing is kept, each question reads its prefix
@@ -89,8 +88,8 @@ class StoreConfig(Config):
         "hyperbolic"
     )
     index: Annotated[
-        Literal["flat", "hnsw", "ivfpq", "pgvector"],
-        Option("--index", "Kind of vector index: flat is exact, ivfpq small, pgvector in a PostgreSQL --database."),
+        Literal["flat", "hnsw", "pgvector"],
+        Option("--index", "Kind of vector index: flat is exact, hnsw faster, pgvector in a PostgreSQL --database."),
     ] = "flat"
     read_only: bool = False
     admission: Annotated[
@@ -209,8 +208,6 @@ class GenerationOptions(TypedDict, total=False):
 
     method:         fusion method that replaces the store's
     method_options: options of `method`, or of the store's own method
-    evict:          how many of the passages' tokens each layer and KV head keeps after the first token of the answer: a
-                    budget or a SnapKV; None: as the store was opened
     sampling:       a `Sampling`; greedy when None
     on_overflow:    when the passages do not fit the model's context: "error", or "trim" whole passages from the end
                     (`Answer.dropped` says how many)
@@ -227,7 +224,6 @@ class GenerationOptions(TypedDict, total=False):
 
     method: str | FusionMethod | None
     method_options: Mapping[str, Any] | None
-    evict: SnapKV | int | None
     sampling: Sampling | None
     on_overflow: Overflow
     cancelled: threading.Event | None
@@ -349,15 +345,6 @@ class AnswerOptions:
     on_overflow: Annotated[
         Overflow, Option("--on-overflow", "Passages that do not fit: refuse, or leave whole ones out.")
     ] = "error"
-    evict: Annotated[
-        int | None,
-        Option(
-            "--evict",
-            "After the first token, keep so many of the passages' tokens in each layer and KV head.",
-            1,
-            2**31 - 1,
-        ),
-    ] = None
     order: Annotated[
         Order, Option("--order", "Of the passages: as they rank, or as method full finds most of them read already.")
     ] = "relevance"

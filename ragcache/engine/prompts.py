@@ -232,8 +232,6 @@ class Prompts:
                 'the store with recipe="primer"',
                 "context",
             )
-        if options.evict is not None:
-            raise ConfigError('evict and context="keep" exclude each other: one drops what the other keeps', "context")
 
     def fit(
         self, earlier: History, suffix_ids: Sequence[int], hits: Sequence[Hit], options: RequestOptions
@@ -295,8 +293,8 @@ class Prompts:
         if choice.gives_way and hits and ends.label_ids and not method.keeps_context_with(self.lm):
             return options.exactly(cannot_read_between(method)), None
         prompt, dropped = self.prompt(ends, hits, options)
-        if not prompt.chunk_ids:  # no method has passages to place, weigh or evict
-            return replace(options.exactly(NOTHING_TO_REUSE), evict=None), None
+        if not prompt.chunk_ids:  # no method has passages to place or weigh
+            return options.exactly(NOTHING_TO_REUSE), None
         plan = self._plan(prompt, options)
         if not choice.is_open:
             return options, (prompt, dropped, plan)
@@ -310,13 +308,13 @@ class Prompts:
 
     def _plan(self, prompt: Prompt, options: RequestOptions, earlier_turns: EarlierTurns | None = None) -> PromptPlan:
         """Plan the prompt, split into its parts if it continues from KV that extends past its prefix."""
-        method, goes_on = options.method, options.found and options.evict is None
+        method = options.method
         read: Prompt | Sequence[Part] = prompt
         if earlier_turns is not None:
             read = (*earlier_turns.history.prompt_parts(), *prompt.parts[1:])
-        elif goes_on and method.reuses_blocks:
+        elif options.found and method.reuses_blocks:
             read = prompt.parts
-        return PromptPlan.of(self.lm, method, read, self.block_keys.recipe, evict=options.evict)
+        return PromptPlan.of(self.lm, method, read, self.block_keys.recipe)
 
     def ordered(
         self, ends: PromptEnds, hits: Sequence[Hit], options: RequestOptions

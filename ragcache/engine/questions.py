@@ -31,7 +31,6 @@ from ragcache.engine.tool_use import ToolUse, tool_use
 from ragcache.errors import ConfigError, StoreError, blaming, check_choice, check_text, check_type
 from ragcache.fusion.layout import NO_ADDITIONS
 from ragcache.fusion.method import FusionMethod
-from ragcache.fusion.snapkv import SnapKV
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.models.hub import BUNDLED
 from ragcache.models.sampler import Sampling
@@ -236,12 +235,8 @@ class Questions:
         check_type("sampling", sampling, Sampling, "give rc.Sampling(max_tokens=...)")
         with blaming("method"):
             choice = self._choice(keywords.get("method"), keywords.get("method_options") or {})
-        with blaming("evict"):
-            budget = keywords.get("evict")
-            evict = parts.evict if budget is None else SnapKV.of(budget)
         options = RequestOptions(
             choice,
-            evict,
             sampling,
             keywords.get("on_overflow", "error"),
             keywords.get("cancelled"),

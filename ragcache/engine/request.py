@@ -20,7 +20,6 @@ from ragcache.engine.verdict import Choice
 from ragcache.errors import ConfigError, check_choice, check_least
 from ragcache.fusion.fuse import PromptPlan
 from ragcache.fusion.method import FusionMethod
-from ragcache.fusion.snapkv import SnapKV
 from ragcache.kv.block_key import digest
 from ragcache.models.deadline import Limit
 from ragcache.models.sampler import Sampling
@@ -46,7 +45,6 @@ class RequestOptions:
     """
 
     choice: Choice
-    evict: SnapKV | None = None
     sampling: Sampling = field(default_factory=Sampling)
     on_overflow: Overflow = "error"
     cancelled: threading.Event | None = None
@@ -132,7 +130,7 @@ class Request:
     def context_key(self) -> Hashable | None:
         """Return the key of everything before the suffix, or None if other questions cannot share it."""
         prompt, options = self.prompt, self.options
-        if self.earlier_turns is not None or options.evict is not None or not options.method.shares_context:
+        if self.earlier_turns is not None or not options.method.shares_context:
             return None
         if not prompt.prefix_ids and not prompt.chunk_ids:
             return None

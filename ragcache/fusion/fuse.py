@@ -14,12 +14,10 @@ from ragcache.errors import ConfigError, PromptError, StaleBlockError
 from ragcache.fusion import METHODS, get_method
 from ragcache.fusion.layout import AddedTokens, Layout
 from ragcache.fusion.method import FusionMethod, PhaseTimes, PrefillOutput, PrefillRequest
-from ragcache.fusion.snapkv import SnapKV, SnapKVObserver
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Neighbours, Recipe
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.exact import Exact, ExactBlock
-from ragcache.models.attention import observing
 from ragcache.models.card import ModelCard
 from ragcache.models.kvzip import num_kept
 from ragcache.models.language_model import LanguageModel
@@ -56,7 +54,7 @@ class FuseOutput(PrefillOutput):
     layout:          the position of every token, including those that the method added
     timings:         seconds by phase
     computed_tokens: see `PrefillOutput`; tokens run to encode missing blocks are not counted
-    kept_tokens:     see `PrefillOutput`; after an eviction, tokens that each KV head holds
+    kept_tokens:     see `PrefillOutput`
     encoded_tokens:  tokens of blocks that had to be made for this call
     reserved_ids:    ids of tokens that the method added, which no answer may contain
     """
@@ -86,8 +84,8 @@ class FuseOutput(PrefillOutput):
     def share(self) -> SharedContext:
         """Return the context before the suffix, for other questions over the same passages; see `base` of `fuse`.
 
-        Raises ConfigError if heads or layers hold different tokens (after eviction, or with a method that drops some),
-        or if a recurrent layer's state would have to be cut.
+        Raises ConfigError if heads or layers hold different tokens (of blocks that keep a share of their KV, or with a
+        method that drops some), or if a recurrent layer's state would have to be cut.
         """
         last = self.prompt.parts[-1] if isinstance(self.prompt, Prompt) else self.prompt[-1]
         return self.cache.share(self.layout.num_tokens - last.num_tokens)
@@ -127,14 +125,13 @@ class PromptPlan:
         recipe: str | Recipe | None = None,
         *,
         blocks: Sequence[KVBlock] | None = None,
-        evict: SnapKV | int | None = None,
     ) -> Self:
         """Plan how `method` reads `prompt`.
 
         Raises ConfigError, PromptError or StaleBlockError if the method cannot read it.
         """
         check_method(lm, method)
-        parts = _parts(lm, method, prompt, evict)
+        parts = _parts(lm, method, prompt)
         added = method.added_to(lm, parts)
         has_passages = any(isinstance(part, Passages) and part.chunk_ids for part in parts)
         used = _used_recipe(lm, method, recipe, blocks, added if has_passages else None)
@@ -177,7 +174,6 @@ def fuse(
     recipe: str | Recipe | None = None,
     prefix_block: KVBlock | None = None,
     reserve_tokens: int = 64,
-    evict: SnapKV | int | None = None,
     exact: Exact | None = None,
     base: SharedContext | None = None,
     **options: Any,
@@ -194,8 +190,6 @@ def fuse(
                     choice
     prefix_block:   the prefix's KV as an isolated block, instead of `exact`
     reserve_tokens: room to leave in the cache for decoding; the cache grows when more is needed
-    evict:          keep only some of the passages' tokens for decoding, with any method: a SnapKV, or the number of
-                    tokens that each layer and KV head keeps; `next_logits` are computed before the eviction
     exact:          KV of the prompt's first tokens, from `LanguageModel.read` or a PrefixCache. A method that reads
                     blocks takes the KV of exactly `method.prefix_ids`, the prefix and what the method adds to it
                     (KVLink's KV-START); None: it is read here. A method with `takes_exact`, or a prompt of several
@@ -204,17 +198,16 @@ def fuse(
                     with another suffix; for a method with `shares_context`. It is not copied
     options:        the method's options
 
-    Raises ConfigError (method, option, recipe, evict, exact, base), StaleBlockError (blocks of another model or another
+    Raises ConfigError (method, option, recipe, exact, base), StaleBlockError (blocks of another model or another
     prompt), ContextTooLongError, PromptError.
     """
-    plan = PromptPlan.of(lm, get_method(method, **options), prompt, recipe, blocks=blocks, evict=evict)
+    plan = PromptPlan.of(lm, get_method(method, **options), prompt, recipe, blocks=blocks)
     return prefill(
         lm,
         plan,
         blocks,
         prefix_block=prefix_block,
         reserve_tokens=reserve_tokens,
-        evict=evict,
         exact=exact,
         base=base,
     )
@@ -227,7 +220,6 @@ def prefill(
     *,
     prefix_block: KVBlock | None = None,
     reserve_tokens: int = 64,
-    evict: SnapKV | int | None = None,
     exact: Exact | None = None,
     base: SharedContext | None = None,
 ) -> FuseOutput:
@@ -246,8 +238,7 @@ def prefill(
         check_block(lm, "the prefix", prefix_block, len(prefix_ids))
         exact = ExactBlock(prefix_block, lm.rope, lm.shape)
     if exact is not None:
-        must_run = 1 if evict is None else suffix_tokens
-        _check_exact(method, layout, exact, len(prefix_ids) if isinstance(prompt, Prompt) else None, must_run)
+        _check_exact(method, layout, exact, len(prefix_ids) if isinstance(prompt, Prompt) else None)
     _check_base(method, layout, base, suffix_tokens)
     lm.check_ids(layout.ids, "the prompt")
     request = PrefillRequest(lm, layout, exact=exact, base=base, reserve_tokens=reserve_tokens)
@@ -257,18 +248,8 @@ def prefill(
             f"text stands between two passages, and {lm.name} has recurrent layers, whose blocks are joined "
             "side by side alone; choose full, or put it before, behind or into a passage"
         )
-    if evict is None:
-        output = method.prefill(request)
-    else:
-        passages = sum(len(piece.ids) for piece in layout.passages)
-        behind = layout.num_tokens - len(prefix_ids) - passages
-        observer = SnapKVObserver(SnapKV.of(evict), len(prefix_ids), behind, suffix_tokens)
-        with observing(observer):
-            output = method.prefill(request)
-        with request.running(output.cache):
-            output = replace(output, kept_tokens=observer.evict(output.cache, reserve_tokens))
     return FuseOutput(
-        **vars(output),
+        **vars(method.prefill(request)),
         prompt=prompt,
         layout=layout,
         timings=request.times,
@@ -292,28 +273,22 @@ def _used_recipe(
     return used
 
 
-def _parts(
-    lm: ModelCard, method: FusionMethod, prompt: Prompt | Sequence[Part], evict: SnapKV | int | None
-) -> Sequence[Part]:
+def _parts(lm: ModelCard, method: FusionMethod, prompt: Prompt | Sequence[Part]) -> Sequence[Part]:
     """Return the prompt's parts. Raises ConfigError or PromptError if the method cannot read them."""
     if isinstance(prompt, Prompt):
         method.check(lm, prompt)
         return prompt.parts
     if not method.keeps_context:
         raise ConfigError(f"method {method.name!r} cannot keep the context of earlier turns")
-    if evict is not None:
-        raise ConfigError("evict drops passages of one turn and keeps no earlier ones; leave it out, or give a Prompt")
     if not prompt or not isinstance(prompt[-1], Text) or not prompt[-1].ids:
         raise PromptError("the prompt ends with no text; give the question at least one token")
     return prompt
 
 
-def _check_exact(method: FusionMethod, layout: Layout, exact: Exact, prefix_tokens: int | None, must_run: int) -> None:
+def _check_exact(method: FusionMethod, layout: Layout, exact: Exact, prefix_tokens: int | None) -> None:
     """Raise ConfigError if the method cannot continue from this KV.
 
     prefix_tokens: tokens before the first passage of a Prompt; None for a list of parts
-    must_run:      tokens at the end that have to run: the whole suffix if its rows decide an eviction, else the last
-                   token
     """
     if prefix_tokens is not None and method.reuses_blocks and exact.num_tokens != prefix_tokens:
         raise ConfigError(
@@ -322,12 +297,11 @@ def _check_exact(method: FusionMethod, layout: Layout, exact: Exact, prefix_toke
         )
     if prefix_tokens is not None and not method.reuses_blocks and not method.takes_exact:
         raise ConfigError(f"method {method.name!r} runs every token; leave `exact` out")
-    most = layout.num_tokens - must_run
+    most = layout.num_tokens - 1
     if not 0 <= exact.num_tokens <= most:
-        part = "the suffix" if must_run > 1 else "the last token"
         raise ConfigError(
-            f"exact KV of {exact.num_tokens} tokens was given for a prompt of {layout.num_tokens}, of which {part} has "
-            f"to run; give that of {most} at most"
+            f"exact KV of {exact.num_tokens} tokens was given for a prompt of {layout.num_tokens}, of which the last "
+            f"token has to run; give that of {most} at most"
         )
     usable = layout.usable(exact.num_tokens)
     if usable < exact.num_tokens:

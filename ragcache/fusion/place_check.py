@@ -30,7 +30,7 @@ SWITCH = "RAGCACHE_PLACE"
 INTERPRET = "TRITON_INTERPRET"  # Triton's variable: kernels run on a CPU, slowly, for tests
 TOKENS = (40, 8)  # of the probe's two passages: more than a tile, and less than a tile
 AT = 3
-CODECS = ("raw", "int8", "fp8")
+CODECS = ("raw", "int8")
 
 _checked: WeakKeyDictionary[LanguageModel, bool] = WeakKeyDictionary()
 _lock = threading.Lock()

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from ragcache.kv.rope import Angles
 
 TILE = 32  # tokens that one program places
-SCALES = {torch.uint8: torch.float16, torch.float8_e4m3fn: torch.float32}
 ALIGNED = 16  # bytes that a thread reads at once
 Parts = list[tuple[Stored, list[int]]]
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_TYPES |= {torch.uint8: tl.uint8, torch.float8_e4m3fn: tl.int8}
+_TYPES = {
+    torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.uint8: tl.uint8,
+}  # fmt: skip
 
 
 @triton.jit
@@ -37,18 +37,13 @@ def _read(table, offsets, scale_offsets, live, SOURCE: tl.constexpr, DTYPE: tl.c
     """Return float32 numbers of a tensor. table: its address and, for codes, those of scales and zero points"""
     address = tl.multiple_of(tl.load(table).to(tl.pointer_type(SOURCE)), 16)
     numbers = tl.load(address + offsets, mask=live, other=0).to(tl.float32)
-    if tl.int8 == SOURCE:  # fp8 (e4m3): its bits moved to float16's places, a number that is 2^8 too small
-        bits = tl.load(address + offsets, mask=live, other=0).to(tl.int16) << 7
-        scales = tl.load(table + 1).to(tl.pointer_type(tl.float32))
-        scale = tl.load(scales + scale_offsets, mask=live, other=0) * 256.0
-        numbers = (bits & -0x4001).to(tl.float16, bitcast=True).to(tl.float32) * scale
     if tl.uint8 == SOURCE:
         scales = tl.load(table + 1).to(tl.pointer_type(tl.float16))
         zeros = tl.load(table + 2).to(tl.pointer_type(tl.float16))
         numbers = numbers * tl.load(scales + scale_offsets, mask=live, other=0).to(tl.float32)
         numbers = numbers + tl.load(zeros + scale_offsets, mask=live, other=0).to(tl.float32)
-    if SOURCE.is_int() and tl.float16 == DTYPE:
-        numbers = tl.minimum(tl.maximum(numbers, -65504.0), 65504.0)
+        if tl.float16 == DTYPE:
+            numbers = tl.minimum(tl.maximum(numbers, -65504.0), 65504.0)
     return numbers.to(DTYPE).to(OUT).to(tl.float32)
 
 
@@ -205,5 +200,5 @@ def _readable(parts: Sequence[Stored], device: torch.device) -> bool:
         all(tensor.device.type == device.type or tensor.is_pinned() for tensor in (*numbers, *scales))
         and all(tensor.stride()[2:] == (tensor.shape[3], 1) and tensor.dtype == numbers[0].dtype for tensor in numbers)
         and len({tensor.stride(1) // tensor.shape[3] for tensor in numbers}) == 1
-        and all(scale.dtype == SCALES.get(numbers[0].dtype) and scale.is_contiguous() for scale in scales)
+        and all(scale.dtype == torch.float16 and scale.is_contiguous() for scale in scales)
     )

@@ -24,10 +24,9 @@ Part = Literal["keys", "values"]
 class Stored(NamedTuple):
     """The memory layout of layers that are alike, for a kernel that reads their numbers by address.
 
-    keys, values: a tensor each, [num_layers, num_kv_heads, num_tokens, head_dim]. Of an encoded block: codes (uint8 or
-                  float8), then scales and, for uint8, zero points, with shape [num_layers, num_kv_heads, groups,
-                  head_dim] for keys and [num_layers, num_kv_heads, num_tokens, groups] for values; a number is code *
-                  scale + zero
+    keys, values: a tensor each, [num_layers, num_kv_heads, num_tokens, head_dim]. Of an encoded block: codes (uint8),
+                  then scales and zero points, with shape [num_layers, num_kv_heads, groups, head_dim] for keys and
+                  [num_layers, num_kv_heads, num_tokens, groups] for values; a number is code * scale + zero
     key_size:     tokens in a group of the keys
     value_size:   channels in a group of the values
     """

@@ -120,8 +120,8 @@ class FusedCache(Cache):  # type: ignore[misc]
         """
         if self._loan is None or self.fill is not None or min(self.lengths) < num_tokens or self._head_positions:
             raise ConfigError(
-                "only what all heads of all layers hold alike can be shared; read the passages without eviction, by a "
-                "method that drops no token of them"
+                "only what all heads of all layers hold alike can be shared; read the passages from blocks that hold "
+                "all of their KV, by a method that drops no token of them"
             )
         states = self.states if max(self.lengths) == num_tokens else self._placed_states
         placed = max(self.lengths) - max(self._ran)  # tokens that were here before any ran
@@ -246,37 +246,16 @@ class FusedCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()  # buffers may have been made in a pass
     def retain(self, layer: int, index: Tensor) -> None:
-        """Drop all of a layer's entries except these: int64 [num_kept], or [num_kv_heads, num_kept] if heads differ.
+        """Drop all of a layer's entries except these: int64 [num_kept]. All heads hold the same tokens.
 
         The kept entries are moved together in the given order; decoding continues after them.
         """
         self._own()
         keys, values, positions = self.layer_state(layer)
-        count = index.shape[-1]
-        by_head = index.expand(keys.shape[1], count)[None, :, :, None]
+        self.lengths[layer] = count = len(index)
         for held in (keys, values):
-            held[:, :, :count] = held.gather(2, by_head.expand(1, -1, -1, held.shape[3]))
-        self.lengths[layer] = count
-        if index.dim() == positions.dim() == 1:
-            self._buffers.positions[layer][:count] = positions[index]
-        else:
-            shape = (keys.shape[1], -1)
-            self._head_positions[layer] = positions.expand(*shape).gather(1, index.expand(*shape))
-
-    @torch.inference_mode()
-    def shrink(self, room: int) -> None:
-        """Move the entries that `retain` has left to smaller buffers, if available, with room for `room` more tokens.
-
-        The large buffers return to the pool while decoding continues.
-        """
-        needed = max(self.lengths) + room
-        if needed >= self.capacity:
-            return
-        smaller = self._pool.acquire(needed)
-        if smaller.capacity < self.capacity:
-            self._move_to(smaller)
-        else:
-            self._pool.release(smaller)
+            held[:, :, :count] = held[:, :, index]
+        self._buffers.positions[layer][:count] = positions[index]
 
     def layer_state(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return a layer's keys and values, [1, num_kv_heads, length, head_dim], and key positions.

@@ -228,14 +228,12 @@ class Attended:
     """A layer's attention in a fused pass, as an observer sees it.
 
     query:   [1, num_heads, num_rows, head_dim], rotated
-    positions: int64 [num_rows], of the same tokens
     weights: function from a number of last rows to their weights over all keys of the layer:
              float32 [num_kv_heads, groups, rows, length]
     """
 
     layer: int
     query: Tensor
-    positions: Tensor
     weights: Callable[[int], Tensor]
 
 
@@ -469,7 +467,7 @@ def _observe(current: FusedPass, layer: int, query: Tensor, key: Tensor, window:
         held = current.cache.layer_state(layer)[0].shape[1]  # a single head for all, if they are made of latents
         return found.reshape(held, -1, *found.shape[2:])
 
-    observer(Attended(layer, query, positions, weights))
+    observer(Attended(layer, query, weights))
 
 
 def _spans(

@@ -232,7 +232,7 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scori
 def visible(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
     """Return bool [num_queries, num_keys]: keys at or before the query, in a sliding layer less than `window` back.
 
-    Key positions [num_kv_heads, num_keys] give [num_kv_heads, num_queries, num_keys]: after eviction heads may differ.
+    Key positions [num_kv_heads, num_keys] give [num_kv_heads, num_queries, num_keys]: heads may hold other tokens.
     """
     distance = query_positions[:, None] - key_positions[..., None, :]
     mask = distance >= 0

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 import faiss as untyped_faiss
 import numpy as np
 from numpy.typing import NDArray
-
-from ragcache.store.records import VectorBatch
 
 # Sets of vector ids.
 
@@ -21,7 +18,7 @@ Ids = NDArray[np.int64]
 class IdSet:
     """A set of vector ids, with a byte for each id that was ever assigned, since ids count up from 0.
 
-    A Python set takes 70 bytes an id, which is much beside the 100 bytes of a compressed vector.
+    A Python set takes 70 bytes an id.
     """
 
     def __init__(self) -> None:
@@ -71,8 +68,6 @@ class IdSet:
 faiss: Any = untyped_faiss
 
 Vectors = NDArray[np.float32]
-# Reads vectors of the SQL store by their ids, leaving out ids that have been deleted.
-Stored = Callable[[Ids], VectorBatch]
 
 HNSW_NEIGHBOURS = 32
 HNSW_EF_CONSTRUCTION = 128
@@ -88,7 +83,7 @@ class IndexKind(ABC):
     removed: ids in the structure that must not be found
     """
 
-    def __init__(self, dimension: int, _stored: Stored | None) -> None:
+    def __init__(self, dimension: int) -> None:
         self.dimension = dimension
         self.faiss = self._empty()
         self.removed: set[int] = set()
@@ -106,10 +101,6 @@ class IndexKind(ABC):
         """Return all ids that can be found."""
         held: Ids = faiss.vector_to_array(self.faiss.id_map).astype(np.int64)
         return held[~np.isin(held, list(self.removed))] if self.removed else held
-
-    def make_ready(self, coming: Ids) -> None:
-        """Prepare for adding these ids, whose vectors the SQL store has already."""
-        return
 
     def add(self, keys: Ids, rows: Vectors) -> None:
         """Add vectors under new ids. keys: the ids, all absent from the index. rows: [len(keys), dimension]"""
@@ -138,19 +129,16 @@ class IndexKind(ABC):
         Return min(k, len(eligible)) ids and their inner products with the query.
         """
         keys = eligible.array()
-        scores = self.vectors(keys).vectors @ query
+        scores = self.vectors(keys) @ query
         best = np.argsort(-scores, kind="stable")[:k]
         return keys[best], scores[best]
 
-    def vectors(self, keys: Ids) -> VectorBatch:
+    def vectors(self, keys: Ids) -> Vectors:
         """Return the vectors of these ids, which are in the index."""
         if not len(keys):
-            return VectorBatch(keys, np.empty((0, self.dimension), dtype=np.float32))
-        return VectorBatch(keys, self.faiss.reconstruct_batch(keys))
-
-    def agrees(self, keys: Ids, rows: Vectors) -> bool:
-        """Return whether the index was built from these vectors."""
-        return np.array_equal(self.vectors(keys).vectors, rows)
+            return np.empty((0, self.dimension), dtype=np.float32)
+        found: Vectors = self.faiss.reconstruct_batch(keys)
+        return found
 
     def _parameters(self, selector: Any, k: int) -> Any:
         return None if selector is None else faiss.SearchParameters(sel=selector)
@@ -184,9 +172,10 @@ class Hnsw(IndexKind):
     def compact(self) -> None:
         """Rebuild the graph without the ids that were removed."""
         if self.removed:
-            live = self.vectors(np.sort(self.ids()))
+            keys = np.sort(self.ids())
+            rows = self.vectors(keys)
             self.faiss, self.removed = self._empty(), set()
-            super().add(live.ids, live.vectors)
+            super().add(keys, rows)
 
     def _parameters(self, selector: Any, k: int) -> Any:
         return faiss.SearchParametersHNSW(sel=selector, efSearch=max(HNSW_EF_SEARCH, 2 * k))

@@ -30,7 +30,7 @@ _NAME = "index"
 class IndexHeader(NamedTuple):
     """The header of an index file.
 
-    kind: "flat", "hnsw" or "ivfpq"
+    kind: "flat" or "hnsw"
     generation: generation of the SQL store that the index reflects
     removed: ids that are still in the FAISS structure but must not be found (HNSW)
     """

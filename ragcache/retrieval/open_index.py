@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from ragcache.errors import DamagedIndexError, check_choice
@@ -15,8 +14,8 @@ from ragcache.store.documents import DocumentStore
 
 log = logging.getLogger(__name__)
 INDEXES: dict[str, Callable[..., TableIndex] | str] = {"pgvector": "ragcache_postgres.pgvector:PgVectorIndex"}
-"""Kinds of index in the documents' database. A class is called with the `Database`, the dimension, `embedder=` and
-`stored=`, which mean the same as for `VectorIndex`."""
+"""Kinds of index in the documents' database. A class is called with the `DocumentStore`, the dimension and
+`embedder=`."""
 
 
 def open_index(
@@ -29,19 +28,17 @@ def open_index(
     """
     if kind not in KINDS:
         return open_table(documents, kind, embedder, dimension)
-    stored = partial(documents.vectors_by_ids, dimension=dimension)
     try:
-        saved = VectorIndex.load(path, stored, seal) if path.exists() else None
+        saved = VectorIndex.load(path, seal) if path.exists() else None
     except DamagedIndexError as error:
         log.warning("%s", error)
         saved = None
     if saved is not None and (saved.embedder, saved.dimension, saved.kind) == (embedder, dimension, kind):
         return saved
-    return VectorIndex(dimension, kind=kind, embedder=embedder, stored=stored, seal=seal)
+    return VectorIndex(dimension, kind=kind, embedder=embedder, seal=seal)
 
 
 def open_table(documents: DocumentStore, kind: str, embedder: str, dimension: int) -> TableIndex:
     """Open an index in the documents' database. Raises ConfigError, StoreNotFoundError."""
     check_choice("index kind", kind, (*KINDS, *INDEXES))
-    stored = partial(documents.vectors_by_ids, dimension=dimension)
-    return load("index kind", kind, INDEXES)(documents.database, dimension, embedder=embedder, stored=stored)
+    return load("index kind", kind, INDEXES)(documents, dimension, embedder=embedder)

@@ -12,16 +12,15 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ragcache.errors import ConfigError, DamagedIndexError, check_least
-from ragcache.plugins import load
-from ragcache.retrieval.faiss_kinds import Flat, Hnsw, Ids, IdSet, IndexKind, Stored, Vectors, faiss
+from ragcache.errors import ConfigError, DamagedIndexError, check_choice, check_least
+from ragcache.retrieval.faiss_kinds import Flat, Hnsw, Ids, IdSet, IndexKind, Vectors, faiss
 from ragcache.retrieval.index_file import IndexHeader, read_index, write_index
 from ragcache.seal import UNSEALED, Seal
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
 from ragcache.store.records import VectorBatch
 
-KINDS: dict[str, type[IndexKind] | str] = {"flat": Flat, "hnsw": Hnsw, "ivfpq": "ragcache_papers.ivfpq:IvfPq"}
+KINDS: dict[str, type[IndexKind]] = {"flat": Flat, "hnsw": Hnsw}
 
 
 class SearchResult(NamedTuple):
@@ -74,9 +73,8 @@ class VectorIndex:
 
     Thread-safe: a lock guards the FAISS structure, which must not be searched while it changes.
 
-    kind:       "flat" is exact; "hnsw" and "ivfpq" are approximate, but still return k results if the index has them,
-                with exact scores
-    stored:     reads vectors of the SQL store; "ivfpq" needs it, and only adds vectors that are in that store
+    kind:       "flat" is exact; "hnsw" is approximate, but still returns k results if the index has them, with exact
+                scores
     embedder:   name of the model that made the vectors; saved in the file
     generation: generation of the SQL store that the index reflects, -1 for none; saved in the file
     saved_generation: generation of the file last written or read; None without a file
@@ -89,10 +87,9 @@ class VectorIndex:
         *,
         kind: str = "flat",
         embedder: str = "",
-        stored: Stored | None = None,
         seal: Seal = UNSEALED,
     ) -> None:
-        make = load("index kind", kind, KINDS)
+        check_choice("index kind", kind, KINDS)
         check_least("dimension", dimension, 1)
         self.kind = kind
         self.dimension = dimension
@@ -101,7 +98,7 @@ class VectorIndex:
         self.generation = -1
         self.saved_generation: int | None = None
         self._lock = threading.RLock()
-        self._index = make(dimension, stored)
+        self._index = KINDS[kind](dimension)
         self._live = IdSet()
 
     def __len__(self) -> int:
@@ -115,11 +112,6 @@ class VectorIndex:
         with self._lock:
             return frozenset(self._live.array().tolist())
 
-    def make_ready(self, coming: Collection[int]) -> None:
-        """Prepare for adding many ids, batch by batch. The SQL store has their vectors already."""
-        with self._lock:
-            self._index.make_ready(np.fromiter(coming, dtype=np.int64, count=len(coming)))
-
     def follow(self, documents: DocumentStore) -> None:
         """Add and remove vectors until the index has those that SQL searches.
 
@@ -131,7 +123,6 @@ class VectorIndex:
         missing = current - known
         if not missing:
             return
-        self.make_ready(missing)
         for batch in documents.all_vectors(after=min(missing) - 1):
             rows = [row for row, id in enumerate(batch.ids.tolist()) if id in missing]
             self.add(batch.ids[rows], batch.vectors[rows])
@@ -202,13 +193,14 @@ class VectorIndex:
     def vectors_present(self, ids: Ids) -> tuple[Ids, Vectors]:
         """Return the positions in `ids` of the ids that are still in the index, and their vectors."""
         with self._lock:
-            return rows_among(ids, self._index.vectors(self._live.among(ids)))
+            rows = np.flatnonzero(np.isin(ids, self._live.among(ids)))
+            return rows, self._index.vectors(ids[rows])
 
     def agrees(self, batch: VectorBatch) -> bool:
         """Return whether the index was built from these vectors. Ids that it does not have are ignored."""
         with self._lock:
             known = np.isin(batch.ids, self._live.among(batch.ids))
-            return self._index.agrees(batch.ids[known], batch.vectors[known])
+            return np.array_equal(self._index.vectors(batch.ids[known]), batch.vectors[known])
 
     def save(self, path: Path) -> None:
         """Write the index to `path`, atomically. Raises StoreFullError, StoreReadOnlyError."""
@@ -220,11 +212,11 @@ class VectorIndex:
         self.saved_generation = header.generation
 
     @classmethod
-    def load(cls, path: Path, stored: Stored | None = None, seal: Seal = UNSEALED) -> VectorIndex:
+    def load(cls, path: Path, seal: Seal = UNSEALED) -> VectorIndex:
         """Load the index saved at `path`. Raises DamagedIndexError if the file is absent or any byte differs."""
         header, payload = read_index(path, seal)
         try:
-            index = cls(header.dimension, kind=header.kind, embedder=header.embedder, stored=stored, seal=seal)
+            index = cls(header.dimension, kind=header.kind, embedder=header.embedder, seal=seal)
             saved = faiss.deserialize_index(np.frombuffer(payload, dtype=np.uint8))
         except (ConfigError, RuntimeError) as error:
             raise DamagedIndexError(f"{path}: {error}; it is rebuilt from the store") from error
@@ -240,13 +232,6 @@ class VectorIndex:
         if not np.isfinite(checked).all():
             raise ConfigError("a vector has NaN or infinite entries; the embedding model is broken")
         return checked
-
-
-def rows_among(ids: Ids, found: VectorBatch) -> tuple[Ids, Vectors]:
-    """Return the positions in `ids` of the ids in `found`, and their vectors."""
-    at = {id: row for row, id in enumerate(found.ids.tolist())}
-    rows = np.array([row for row, id in enumerate(ids.tolist()) if id in at], np.int64)
-    return rows, found.vectors[[at[id] for id in ids[rows].tolist()]]
 
 
 def ranked(ids: Ids, scores: Vectors) -> SearchResult:

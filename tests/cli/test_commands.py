@@ -121,7 +121,6 @@ TOLD = [
         ["--method", "link", "--option", f"link_ids={LINKS}", "--k", 2],
         {"k": 2, "method": "link", "method_options": {"link_ids": LINKS}},
     ),
-    (["--evict", 5], {"evict": 5}),
     (["--stop", "e", "--stop", "\ufffd"], {"sampling": rc.Sampling(max_tokens=12, stop=("e", "\ufffd"))}),
 ]
 

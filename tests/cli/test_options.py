@@ -80,7 +80,6 @@ def test_the_environment_stands_for_options_that_are_not_given(store):
         (["ingest", "--ray", "docs/", "more"], 2, "'docs/' is not HOST:PORT"),
         (["ingest", "docs", "--ray", "local", "--ray-actors", "0"], 2, "actors is 0"),
         (["ask", "hi", "--k", "0"], 2, "k is 0"),
-        (["ask", "hi", "--evict", "0"], 2, "the eviction budget is 0"),
         (["ask", "hi", "--method", "telepathy"], 2, "telepathy"),
         (["ask", "hi", "--method", "link"], 2, "no trained link tokens"),
         (["ask", "hi", "--method", "link", "--option", "link-tokens=many"], 2, "'many'"),
@@ -255,7 +254,6 @@ def test_options_reach_the_engine():
         "fetch_k": 9,
         "rerank": True,
         "score_threshold": 0.1,
-        "evict": 7,
         "order": "shared",
         "hint": False,
         "reasoning_effort": "low",
@@ -492,7 +490,7 @@ def test_options_are_the_servers_settings(store, monkeypatch):
     made = settings_of(
         monkeypatch,
         *("serve", "--store", store, "--k", 3, "--max-tokens", 9, "--temperature", 0.5, "--stop", "x"),
-        *("--filter", '{"a": 1}', "--on-overflow", "trim", "--evict", 7, "--order", "shared", "--no-hint"),
+        *("--filter", '{"a": 1}', "--on-overflow", "trim", "--order", "shared", "--no-hint"),
         *("--context", "keep", "--slots", 2, "--queue", 3, "--timeout", 4, "--drain", 5, "--max-body", "6000"),
         *("--max-upload", "7KiB", "--model-name", "ours", "--open-metrics"),
     )
@@ -502,7 +500,7 @@ def test_options_are_the_servers_settings(store, monkeypatch):
     assert made.allowed_hosts == (LOOPBACK,)
     given = made.answers
     assert (given.k, given.max_tokens, given.temperature, tuple(given.stop)) == (3, 9, 0.5, ("x",))
-    assert (given.filter, given.on_overflow, given.evict) == ({"a": 1}, "trim", 7)
+    assert (given.filter, given.on_overflow) == ({"a": 1}, "trim")
     assert (given.order, given.hint, given.context) == ("shared", False, "keep")
 
 

@@ -109,7 +109,7 @@ def files_of(kb: rc.RagCache) -> int:
     return sum(path.stat().st_size for path in kb.store.layout.kv.rglob("*.safetensors"))
 
 
-@pytest.mark.parametrize("codec", ["raw", pytest.param("int8", marks=pytest.mark.slow), "fp8"])
+@pytest.mark.parametrize("codec", ["raw", "int8"])
 def test_the_estimate_is_near_and_the_report_exact(open_kb, folder, codec):
     kb = open_kb(store=rc.StoreConfig(codec=codec))
     inputs = [folder, rc.Document("own", text("Own ", 40))]

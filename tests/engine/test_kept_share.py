@@ -76,10 +76,9 @@ def test_many_askers_get_what_each_gets_alone(sparse):
     assert [answer.text for answer in sparse.ask_many(questions, k=3, sampling=SHORT)] == alone
 
 
-def test_concat_and_eviction_work_and_full_reads_text(sparse):
+def test_concat_works_and_full_reads_text(sparse):
     hits = sparse.retrieve(QUESTION, 3)
     assert ask(sparse, method="concat").text == by_hand(sparse, hits, "concat")[0]
-    assert ask(sparse, evict=12).text == by_hand(sparse, hits, evict=12)[0]
     assert {source.kv for source in ask(sparse, method="full").hits} <= {"unused", "exact"}
 
 

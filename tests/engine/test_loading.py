@@ -230,7 +230,7 @@ def test_under_always_only_what_no_tier_has_is_computed_however_slow_the_disk_is
     assert loader.counts() == LoadCounts()
 
 
-@pytest.mark.parametrize("codec", ["int8", "cachegen"])
+@pytest.mark.parametrize("codec", ["int8", "int4"])
 def test_a_recomputed_block_is_used_as_its_codec_gives_it_back(open_setup, lm, codec):
     setup = open_setup(codec=codec)
     loaded = setup.load(setup.loader(FAST, policy="never"))

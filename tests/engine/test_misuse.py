@@ -59,7 +59,6 @@ REFUSED = [
     (lambda kb: kb.ask("  \n"), PromptError, "empty"),
     (lambda kb: kb.ask("why " * 200), ContextTooLongError, "512"),
     (asking(0), ConfigError, "k is 0"),
-    (asking(evict=0), ConfigError, "eviction budget is 0"),
     (asking(method="telepathy"), ConfigError, "telepathy"),
     (asking(on_overflow="shrink"), ConfigError, "shrink"),
     (asking(order="alphabet"), ConfigError, "'alphabet' is unknown; choose one of relevance, shared"),
@@ -87,7 +86,6 @@ REFUSED = [
     (chatting(*TURNS, passages=[rc.Passage("x")], context="keep"), ConfigError, "takes passages in the messages"),
     (chatting(*TURNS, k=1, method="a3", context="keep"), ConfigError, "'a3' cannot keep"),
     (chatting(*TURNS, k=1, method="a3", context="keep"), ConfigError, "choose full, reposition, cacheblend, epic or l"),
-    (chatting(*TURNS, k=1, evict=5, context="keep"), ConfigError, "exclude each other"),
     (chatting(user("\ue000ragcache-turn-0\ue000"), k=1, context="keep"), PromptError, "private character"),
     # Passages in them
     (chatting(user(rc.Passage(" "), "?")), PromptError, "passage 0 has no text"),

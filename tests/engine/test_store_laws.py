@@ -14,6 +14,7 @@ from tiny_model import save_tiny_llama
 
 import ragcache as rc
 from ragcache import errors
+from ragcache.retrieval.vector_index import VectorIndex
 from ragcache_demo.bag_of_words import BagOfWords
 
 QUESTION = "Where do dogs bark at night?"
@@ -302,6 +303,21 @@ def test_an_index_that_lies_is_rebuilt(kb, open_kb):
     with rc.Store.open(kb.store.layout.root) as patient:
         assert patient.doctor().index.startswith("rebuilt")
     assert [hit.chunk.id for hit in open_kb().ask(QUESTION, k=5, sampling=SHORT).hits if hit.chunk.id in expected]
+
+
+def test_an_index_of_other_vectors_is_rebuilt(kb):
+    """Its ids are those of the documents, and its seal is the store's."""
+    path, seal = kb.store.layout.index, kb.store.kv.seal
+    index = VectorIndex.load(path, seal)
+    ids = np.array(sorted(index.ids))
+    _, vectors = index.vectors_present(ids)
+    index.remove(ids.tolist())
+    index.add(ids, vectors[::-1])
+    index.save(path)
+    kb.close()
+    with rc.Store.open(kb.store.layout.root) as patient:
+        assert patient.doctor().index == "rebuilt: it held other vectors than the documents"
+        assert patient.doctor().index == "sound"
 
 
 def test_info_counts_over_the_life_of_the_store(kb, open_kb):

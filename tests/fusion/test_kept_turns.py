@@ -148,8 +148,6 @@ def test_what_cannot_be_read_is_named(trained):
     parts = parts_of(TURNS[:3])
     with pytest.raises(ConfigError, match="'a3' cannot keep"):
         rc.fuse(lm, parts, "a3", [])
-    with pytest.raises(ConfigError, match="evict drops passages"):
-        rc.fuse(lm, parts, "reposition", evict=2)
     with pytest.raises(ConfigError, match="recipe 'prefix' encodes passages behind a Prompt's prefix"):
         rc.fuse(lm, parts, "reposition", recipe="prefix")
     with pytest.raises(PromptError, match="ends with no text"):

@@ -140,6 +140,13 @@ def test_reading_and_decoding_is_one_forward_with_a_mask_for_each_head(family, k
     assert_same(step_by_step(family.lm, fused, ANSWER), plan_logits(family.lm, family.formula, prompt, kept, ANSWER))
 
 
+def test_tokens_that_run_together_see_what_those_do_that_run_one_by_one(family):
+    prompt = random_prompt(68, prefix=4, chunks=CHUNKS, suffix=5)
+    one_by_one, together = (rc.fuse(family.lm, prompt, recipe=Recipe(kept=0.3)) for _ in range(2))
+    expected = step_by_step(family.lm, one_by_one, ANSWER)[-1]
+    assert_same(family.lm.run(ANSWER, together.next_position, together.cache), expected, atol=3e-5)
+
+
 def test_text_between_passages_does_not_see_what_was_dropped_either(family):
     """Labels stand behind some passages and before others: they run over what the heads hold of the former."""
     chunks = ((*range(20, 35),), (*range(60, 78),))
@@ -205,19 +212,6 @@ def test_long_chunks_are_repeated_in_pieces(llama):
     finally:
         worth.ROWS = rows
     assert places_of(whole) == places_of(pieces)
-
-
-def test_eviction_drops_more_of_what_is_left(llama):
-    """Nothing changes where there is room for all; else each head keeps so many of what it holds."""
-    prompt = random_prompt(76, chunks=CHUNKS)
-    blocks = rc.encode(llama.lm, prompt, Recipe(kept=0.5))
-    plain = rc.fuse(llama.lm, prompt, "reposition", blocks)
-    same = rc.fuse(llama.lm, prompt, "reposition", blocks, evict=1000)
-    assert torch.equal(step_by_step(llama.lm, plain, ANSWER), step_by_step(llama.lm, same, ANSWER))
-    few = rc.fuse(llama.lm, prompt, "reposition", blocks, evict=8)
-    assert few.kept_tokens == (5 + 8 + 6,) * 3
-    held = [set(own) for own in plain.cache.layer_state(1)[2].tolist()]
-    assert all(set(own) <= held[head] for head, own in enumerate(few.cache.layer_state(1)[2].tolist()))
 
 
 @pytest.mark.parametrize("method", ["cacheblend", "epic", "a3", "prophet", "samkv"])

@@ -135,17 +135,6 @@ def test_half_precision_is_near_float32(tmp_path, device, dtype, method):
     assert (rc.fuse(half, prompt, method).next_logits.cpu() - expected).abs().max() <= allowed
 
 
-def test_eviction_on_the_device(models):
-    lm, on_cpu, _ = models("llama")
-    prompt = random_prompt(9, chunks=(40, 30))
-    expected = rc.fuse(on_cpu, prompt, evict=16)
-    found = rc.fuse(lm, prompt, evict=16)
-    assert found.kept_tokens == expected.kept_tokens
-    assert_same(
-        lm.run([5], found.next_position, found.cache).cpu(), on_cpu.run([5], expected.next_position, expected.cache)
-    )
-
-
 # CUDA graphs, against plain passes.
 
 

@@ -184,7 +184,7 @@ def test_askers_share_recorded_passes(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"lengths": [40], "evict": True}, "not where one can read it"),
+        ({"lengths": [40], "drop": True}, "not where one can read it"),
         ({"lengths": [300]}, "too long for a CUDA graph"),
         ({"lengths": [40] * 2, "fill": True}, "not where one can read it"),
     ],
@@ -194,8 +194,8 @@ def test_what_no_graph_can_read_is_named_once(tiny, said, options, why):
     if options.get("fill"):
         held = tiny.pool.acquire(graphs_room(tiny))
     runs = requests(tiny, options["lengths"])
-    if options.get("evict"):
-        runs[0].cache.retain(1, torch.tensor([[0, 3, 8], [1, 2, 9]]))
+    if options.get("drop"):
+        runs[0].cache.retain(1, torch.tensor([0, 3, 8]))
     for _ in range(2):
         ours, plain = both_ways(tiny, passes, runs, [1] * len(runs))
         assert torch.equal(ours, plain)

@@ -144,7 +144,7 @@ def test_the_prefix_tree_finds_what_ends_where_a_state_was_kept(world):
     assert small.stats().num_bytes == 0
 
 
-ROUNDED = {"raw": False, "bfloat16": False, "int8": True, "int4": True, "fp8": True}
+ROUNDED = {"raw": False, "bfloat16": False, "int8": True, "int4": True}
 
 
 @pytest.mark.parametrize(("codec", "name"), covering(sorted(CODECS), ["qwen3_next", "bamba", "lfm2"]))

@@ -326,5 +326,5 @@ def test_buffers_go_back_when_the_last_user_has_gone():
     assert not pool._idle, "a cache stands on it"
     standing.release()
     assert len(pool._idle) == 2
-    with pytest.raises(ConfigError, match=r"can be shared.*without eviction"):
+    with pytest.raises(ConfigError, match=r"can be shared.*by a method that drops no token"):
         FusedCache(pool, 4).share(1)

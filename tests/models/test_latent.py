@@ -8,7 +8,6 @@ from families import (
     block_diagonal,
     causal_logits,
     ids_of,
-    masks_of,
     oracle_logits_of,
     random_prompt,
     tiny,
@@ -102,17 +101,3 @@ def test_a_layer_whose_latents_are_expanded_otherwise_is_attended_to_by_keys(mod
     honest = type(part).expand_kv
     monkeypatch.setattr(type(part), "expand_kv", lambda *given: (honest(*given)[0] * 1.01, honest(*given)[1]))
     assert absorbed_of(part, 8, 16) is None
-
-
-def test_eviction_keeps_what_all_heads_together_attend_to_most(model):
-    lm, oracle = model
-    prompt = random_prompt(6, prefix=0, chunks=(17, 12))
-    with torch.no_grad():
-        mask = masks_of(oracle, block_diagonal(prompt))
-        out = oracle(input_ids=torch.tensor([prompt.ids]), attention_mask=mask, output_attentions=True)
-    fused = rc.fuse(lm, prompt, "reposition", evict=rc.SnapKV(9, kernel=1))
-    behind = list(range(prompt.context_tokens, prompt.num_tokens))
-    for layer, weights in enumerate(out.attentions):
-        votes = weights[0, :, behind[0] :, : behind[0]].sum((0, 1))
-        kept = sorted(votes.topk(9).indices.tolist()) + behind
-        assert fused.cache.layer_state(layer)[2].tolist() == [kept]

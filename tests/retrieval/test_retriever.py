@@ -36,7 +36,7 @@ def put(documents: DocumentStore, id: str, texts: list[str], **metadata: object)
     return documents.replace_document(NewDocument(id, metadata=metadata), chunks)
 
 
-kind = each(["flat", "hnsw", "ivfpq", "pgvector"])
+kind = each(["flat", "hnsw", "pgvector"])
 
 
 def fill(store: DocumentStore, texts: list[str] = TEXTS) -> None:

@@ -31,7 +31,7 @@ from ragcache.store.tiers import MemoryTier
 
 KEY = make_key(1)
 LARGE = 40_000  # tokens of a block of more than a megabyte
-CODECS = ["raw", "int8", "fp8"]
+CODECS = ["raw", "int8"]
 
 
 class PageLocked:

@@ -89,9 +89,6 @@ class Check:
             primer: ids of the primer that each passage is encoded after; none without a primer.
         """
         self.runner = Runner(runner.lm, runner.form, replace(runner.settings, reference="full"))
-        evicting = next((spec for spec in specs if spec.evict is not None), None)
-        if evicting is not None:
-            raise ConfigError(f"{evicting.label}: a verdict is about methods, not about eviction; leave evict out")
         sparse = next((spec for spec in specs if spec.kept < 1), None)
         if sparse is not None:
             raise ConfigError(f"{sparse.label}: a verdict is about methods over whole KV; leave kept out")

@@ -14,7 +14,6 @@ from ragcache.errors import ConfigError, RagCacheError
 from ragcache.fusion import METHODS, get_method
 from ragcache.fusion.fuse import block_recipe
 from ragcache.fusion.method import FusionMethod
-from ragcache.fusion.snapkv import SnapKV
 from ragcache.kv.block_key import PRIMER, Recipe
 from ragcache.models.card import ModelCard
 from ragcache.models.primer import PRIMERS
@@ -33,7 +32,6 @@ class MethodSpec:
     label:   its name in tables
     options: of the method, as given
     recipe:  name of the recipe that its blocks are encoded under; None for the method's own choice
-    evict:   tokens of the passages that each layer and KV head keeps for decoding; None for all
     kept:    share of its blocks' KV that the recipe keeps; 1: all
     neighbours: other passages that precede each passage when it is encoded, of those that the questions name; 0: none
     primer:  of recipe "primer": a shipped primer's name, a text, or a store's ids; "": the default primer
@@ -43,30 +41,28 @@ class MethodSpec:
     name: str
     options: tuple[tuple[str, Any], ...] = ()
     recipe: str | None = None
-    evict: int | None = None
     kept: float = 1.0
     neighbours: int = 0
     primer: str | tuple[int, ...] = ""
 
     @classmethod
     def parse(cls, text: str) -> MethodSpec:
-        """Read "[LABEL=]NAME[:option=value...]"; `recipe` and `evict` go with every method, `neighbours`
-        with those that move blocks, `kept` with those that only move them.
+        """Read "[LABEL=]NAME[:option=value...]"; `recipe` goes with every method, `neighbours` with those that move
+        blocks, `kept` with those that only move them.
 
         Raises ConfigError as `get_method` does.
         """
         head, _, tail = text.strip().partition(":")
         label, equals, name = head.rpartition("=")
         settings = split_settings(tail, ":")
-        own = ("recipe", "evict", "kept", "neighbours", "primer")
-        recipe, evict, kept, near, primer = (settings.pop(key, None) for key in own)
+        own = ("recipe", "kept", "neighbours", "primer")
+        recipe, kept, near, primer = (settings.pop(key, None) for key in own)
         options = tuple((key, json_or_text(one)) for key, one in settings.items())
         spec = cls(
             label or text.strip(),
             name,
             options,
             recipe,
-            None if evict is None else SnapKV.of(json_or_text(evict)).budget,
             1.0 if kept is None else Recipe(kept=json_or_text(kept)).kept,
             0 if near is None else Recipe(neighbours=json_or_text(near)).neighbours,
             primer or "",
@@ -84,16 +80,15 @@ class MethodSpec:
     def key(self) -> str:
         """Return the method with its options in a canonical form, independent of spelling and label."""
         options = dict(sorted(self.options))
-        less = "" if self.evict is None else f"/{self.evict}"
-        less += "" if self.kept == 1 else f"*{self.kept:g}"
+        less = "" if self.kept == 1 else f"*{self.kept:g}"
         less += f"<{self.neighbours}" if self.neighbours else ""
         less += f"^{self.primer if isinstance(self.primer, str) else 'store'}" if self.primer else ""
         return f"{self.name}{json.dumps(options, sort_keys=True) if options else ''}@{self.recipe or ''}{less}"
 
     @property
     def is_reference(self) -> bool:
-        """Full prefill that forgets nothing: what all others are compared with."""
-        return self.name == FULL and self.evict is None
+        """Return whether this is full prefill, which all others are compared with."""
+        return self.name == FULL
 
     def _check_recipe(self, method: FusionMethod) -> None:
         if self.recipe is not None and self.recipe not in method.recipes:

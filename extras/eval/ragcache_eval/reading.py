@@ -70,14 +70,12 @@ class PromptReader:
         self,
         method: FusionMethod,
         recipe: str | None = None,
-        evict: int | None = None,
         kept: float = 1.0,
         neighbours: int = 0,
         primer: str | tuple[int, ...] = "",
     ) -> tuple[FuseOutput, float]:
         """Run the fused prefill over blocks in memory; return it with the seconds that making the blocks took.
 
-        evict: passage tokens that each layer and KV head keeps for decoding; None: all
         kept:  share of their KV that the blocks hold
         neighbours: how many of `behind` precede each chunk when it is encoded, at most: the last ones
         primer: of recipe "primer", as `Recipe` takes it
@@ -85,24 +83,18 @@ class PromptReader:
         Raises the errors of `rc.fuse`, and ConfigError for neighbours if no chunk has any.
         """
         if not method.reuses_blocks:
-            return self._fuse(method, evict), 0.0
+            return self._fuse(method), 0.0
         method.check(self.lm, self.prompt)
         wanted = block_recipe(self.lm, method, Recipe(PRIMER, primer=primer) if recipe == PRIMER else recipe)
         wanted = block_recipe(self.lm, method, replace(wanted, kept=kept, neighbours=neighbours))
         found = self._blocks(wanted, tuple(method.prefix_ids(self.lm, self.prompt)))
-        return self._fuse(method, evict, found, wanted), found.encode_s
+        return self._fuse(method, found, wanted), found.encode_s
 
-    def _fuse(
-        self, method: FusionMethod, evict: int | None, found: Encoded | None = None, recipe: Recipe | None = None
-    ) -> FuseOutput:
+    def _fuse(self, method: FusionMethod, found: Encoded | None = None, recipe: Recipe | None = None) -> FuseOutput:
         blocks, exact = (found.blocks, found.prefix) if found is not None else (None, None)
         if not isinstance(self.lm, EmbeddedModel):
             room = self.reserve_tokens
-            return fuse(
-                self.lm, self.prompt, method, blocks, recipe=recipe, exact=exact, reserve_tokens=room, evict=evict
-            )
-        if evict is not None:
-            raise ConfigError(f"evict drops KV by the model's attention, which {self.lm.name}'s engine keeps")
+            return fuse(self.lm, self.prompt, method, blocks, recipe=recipe, exact=exact, reserve_tokens=room)
         plan = PromptPlan.of(self.lm, method, self.prompt, recipe, blocks=blocks)
         return self.lm.prefill(plan, blocks or [], self.reserve_tokens)
 

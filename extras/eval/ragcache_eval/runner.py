@@ -160,7 +160,7 @@ class Runner:
         blank: Score,
     ) -> Score:
         try:
-            fused, encode_s = reader.read(method, spec.recipe, spec.evict, spec.kept, spec.neighbours, spec.primer)
+            fused, encode_s = reader.read(method, spec.recipe, spec.kept, spec.neighbours, spec.primer)
         except ContextTooLongError as error:
             if self.settings.on_overflow == "error":
                 raise

@@ -269,7 +269,7 @@ def test_methods_that_cannot_run_are_said_to_be_so(runner):
     assert "cannot run" not in judged["reposition"].reason
 
 
-@pytest.mark.parametrize("spec", ["reposition:evict=8", "reposition:kept=0.5", "reposition:neighbours=1"])
+@pytest.mark.parametrize("spec", ["reposition:kept=0.5", "reposition:neighbours=1"])
 def test_a_verdict_is_about_methods_over_whole_kv_that_was_read_alone(runner, spec):
     with pytest.raises(ConfigError, match=r"a verdict is about .*; leave \w+ out"):
         Check(runner, "test", [], [MethodSpec.parse(spec)], LIMITS)

@@ -208,19 +208,6 @@ def test_default_methods_leave_out_what_wants_training(tiny):
     assert "link" not in names
 
 
-def test_eviction_changes_what_is_kept_but_not_the_first_token(runner):
-    specs = parse_methods(["reposition,few=reposition:evict=4,all=reposition:evict=999,full:evict=4"])
-    assert [spec.label for spec in specs] == ["full", "reposition", "few", "all", "full:evict=4"]
-    _, full, whole, few, everything, full_few = runner.run([CASES[0]], specs, Ledger())
-    assert few.kl_first == pytest.approx(whole.kl_first, abs=1e-9)
-    assert few.kl_answer != pytest.approx(whole.kl_answer, rel=1e-3)
-    assert few.kept_share < whole.kept_share == everything.kept_share == 1.0
-    assert everything.kl_answer == pytest.approx(whole.kl_answer, abs=1e-6)
-    assert everything.prediction == whole.prediction
-    assert full_few.kl_first == 0.0
-    assert full_few.kl_answer > full.kl_answer == 0.0
-
-
 def test_a_share_of_the_kv_is_part_of_a_method(runner):
     """Half of the KV is held and counted, all of it is what the method does anyway, and each has a key of its own."""
     specs = parse_methods(["reposition", "half=reposition:kept=0.5", "all=ape:kept=1"])

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 # What makes codes small is Huffman coding. Repeated runs are few and cost more than they save: a table of 64 entries
 # finds hardly any of them.
 _COMPRESSION = {"min_match": 7, "hash_log": 6}
-# Measured over codes of normally distributed numbers; see `expected_frame_bytes`.
-FRAME_BYTES, HUFFMAN = 30, 1.018
 _OF_THREAD = threading.local()
 
 
@@ -31,14 +29,6 @@ def pack_frames(parts: Iterable[bytes]) -> dict[str, Tensor]:
     frames = [coder.compress(part) for part in parts]
     ends = torch.tensor([len(frame) for frame in frames], dtype=torch.int64).cumsum(0)
     return {"stream": torch.from_numpy(np.frombuffer(b"".join(frames), dtype=np.uint8).copy()), "ends": ends}
-
-
-def expected_frame_bytes(entropy_bytes: float) -> float:
-    """Return the expected bytes of a frame whose part has this entropy.
-
-    Huffman codes are whole bits, and each frame has a head and a table.
-    """
-    return FRAME_BYTES + HUFFMAN * entropy_bytes
 
 
 def check_frames(tensors: Mapping[str, Tensor], sizes: Iterable[int]) -> None:

@@ -268,6 +268,32 @@ def test_a_block_is_decoded_with_its_own_basis_alone(codec: KvtcCodec, basis: KV
         read_block(tmp_path / "block", key, foreign)
 
 
+def test_a_stream_that_was_written_wrong_is_damage(codec: KvtcCodec) -> None:
+    """Frames that hold something else are found at once, flipped bits in one at the latest when it is decoded."""
+    tensors = codec.encode(passage(98, 37))
+    stream, ends = tensors["keys.stream"], tensors["keys.ends"]
+    other = torch.frombuffer(bytearray(zstandard.ZstdCompressor().compress(b"other")), dtype=torch.uint8)
+    wrong = [
+        {"keys.stream": stream[:-1]},
+        {"keys.stream": torch.zeros_like(stream)},
+        {"keys.stream": torch.cat([other, stream]), "keys.ends": ends + other.numel()},
+        {"keys.ends": ends.flip(0)},
+        {"keys.ends": ends - ends[-1]},
+    ]
+    for change in wrong:
+        with pytest.raises(DamagedBlockError):
+            codec.decode({**tensors, **change})
+    refused = 0
+    for position in range(int(ends[0])):
+        flipped = stream.clone()
+        flipped[position] ^= 16
+        try:
+            codec.decode({**tensors, "keys.stream": flipped}).layer_keys(0)
+        except DamagedBlockError:
+            refused += 1
+    assert refused > 0, "and nothing else is raised, whichever bit it is"
+
+
 def test_blocks_of_another_shape_or_without_a_basis_are_refused(codec: KvtcCodec) -> None:
     block = passage(94)
     with pytest.raises(UnencodableBlockError, match="no basis yet"):

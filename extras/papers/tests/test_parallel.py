@@ -5,12 +5,13 @@ from functools import partial
 import pytest
 from ape_formula import merged
 from families import METHOD_FAMILIES, layout, random_prompt, save_tiny
-from formula_oracle import Plan, planned_logits, step_by_step
+from formula_oracle import CHUNKS, Plan, planned_logits, step_by_step, without_dropped
 from kit.makers import each
 from paper_oracles import assert_like, with_formula
 
 import ragcache as rc
 from ragcache.errors import ConfigError
+from ragcache.kv.block_key import Recipe
 
 ANSWER = [5, 77, 31]
 
@@ -40,6 +41,27 @@ def test_neutral_ape_is_one_forward_with_overlapping_positions(family):
     assert_like(rc.fuse(lm, prompt, method="ape", temperature=1, scale=1).next_logits, expected)
     sharpened = rc.fuse(lm, prompt, method="ape", temperature=0.5, scale=0.5).next_logits
     assert (sharpened - expected).abs().max() > 0.01 * expected.abs().max(), "temperature and scale have no effect"
+
+
+@pytest.mark.parametrize(("temperature", "scale"), [(1.0, 1.0), (0.7, 0.8)])
+def test_ape_weighs_what_blocks_keep(family, temperature, scale):
+    lm, oracle = family
+    prompt = random_prompt(74, prefix=6, chunks=CHUNKS, suffix=5)
+    recipe = Recipe("prefix", kept=0.4)
+    positions, allowed, of_chunks = layout(prompt, ANSWER)
+    blocks = rc.encode(lm, prompt, recipe)
+    masks = without_dropped(lm, allowed, blocks, prompt, prompt.context_tokens)
+    weigh = None
+    if (temperature, scale) != (1, 1):
+
+        def weigh(scores, visible, sinks):
+            return merged(scores, visible, sinks, of_chunks=of_chunks, context_tokens=prompt.context_tokens,
+                          temperature=temperature, scale=scale)  # fmt: skip
+
+    plan = Plan(masks, positions, weigh)
+    logits = planned_logits(oracle, [*prompt.ids, *ANSWER], plan)[prompt.num_tokens - 1 :]
+    fused = rc.fuse(lm, prompt, "ape", blocks, temperature=temperature, scale=scale)
+    assert_like(step_by_step(lm, fused, ANSWER), logits)
 
 
 def test_blocks_that_saw_no_prefix_are_refused(tmp_path):

@@ -57,7 +57,7 @@ class ChatRagCache(BaseChatModel):
     max_tokens (also max_completion_tokens), temperature, top_p, top_k, seed, stop, min_p, presence_penalty,
     frequency_penalty, repetition_penalty, logit_bias, stop_token_ids, logprobs: see `rc.Sampling`; log-probabilities
                  are in the response metadata, in the form of OpenAI's chat model
-    method, method_options, evict, on_overflow, order, hint, reasoning_effort, enable_thinking, thinking_budget,
+    method, method_options, on_overflow, order, hint, reasoning_effort, enable_thinking, thinking_budget,
     chat_template_kwargs: see `rc.GenerationOptions`
     collection:  answer from this collection of the store alone; None: from all that kb shows
     context:     "last", or "keep": every turn keeps the passages of its message
@@ -88,7 +88,6 @@ class ChatRagCache(BaseChatModel):
     stop: list[str] | str | None = None
     method: str | None = None
     method_options: Mapping[str, Any] | None = None
-    evict: int | None = Field(default=None, ge=1)
     on_overflow: str = "error"
     order: str = "relevance"
     hint: bool = True

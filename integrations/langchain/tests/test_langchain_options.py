@@ -94,8 +94,8 @@ def test_forms_other_names_and_stops_reach_the_engine(kb, monkeypatch):
 
 def test_what_a_call_says_wins(kb, monkeypatch):
     engine = Engine(kb, monkeypatch)
-    ChatRagCache(kb=kb, **GIVEN).invoke("Hi", hint=True, evict=None, context="last")
-    assert engine.options.items() >= {**GIVEN, "hint": True, "evict": None, "context": "last"}.items()
+    ChatRagCache(kb=kb, **GIVEN).invoke("Hi", hint=True, enable_thinking=None, context="last")
+    assert engine.options.items() >= {**GIVEN, "hint": True, "enable_thinking": None, "context": "last"}.items()
 
 
 def test_answers_of_other_options_are_other_answers_to_a_cache(kb):

@@ -141,8 +141,6 @@ class LlamaEngine:
     def check(self, options: RequestOptions) -> None:
         self.prompts.check(options.method)
         options.sampling.check_ids(self.lm.vocab_size, self.lm.name)
-        if options.evict is not None:
-            raise ConfigError(f"evict drops KV by the model's attention, which {NAME} keeps; leave it out", "evict")
         self.lm.check_method(options.method)
         if options.method.reuses_blocks and not self._encoder.recipe.is_dense:
             raise ConfigError(

@@ -175,8 +175,6 @@ def test_other_methods_and_options_are_refused_by_name(open_llama):
         kb.ask(QUESTION, method="cacheblend")
     with pytest.raises(errors.ConfigError, match="leave ray out"):
         kb.ingest(rc.Document("more", "More text."), ray=True)
-    with pytest.raises(errors.ConfigError, match="evict"):
-        kb.ask(QUESTION, evict=16)
     with pytest.raises(errors.ConfigError, match="leave"):
         open_llama("other", method="reposition", recipe=rc.Recipe(kept=0.5))
 

@@ -12,8 +12,8 @@ import sqlalchemy as sa
 from sqlalchemy.types import Double, UserDefinedType
 
 from ragcache.errors import ConfigError, StoreNotFoundError, StoreReadOnlyError, check_least
-from ragcache.retrieval.faiss_kinds import HNSW_EF_CONSTRUCTION, HNSW_EF_SEARCH, HNSW_NEIGHBOURS, Ids, Stored, Vectors
-from ragcache.retrieval.vector_index import SearchResult, ranked, rows_among
+from ragcache.retrieval.faiss_kinds import HNSW_EF_CONSTRUCTION, HNSW_EF_SEARCH, HNSW_NEIGHBOURS, Ids, Vectors
+from ragcache.retrieval.vector_index import SearchResult, ranked
 from ragcache.store.database import Database
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
@@ -45,18 +45,19 @@ class PgVectorIndex:
 
     kind = "pgvector"
 
-    def __init__(self, database: Database, dimension: int, *, embedder: str, stored: Stored) -> None:
+    def __init__(self, documents: DocumentStore, dimension: int, *, embedder: str) -> None:
+        database = documents.database
         if database.dialect != "postgresql":
             raise ConfigError(
                 "index 'pgvector' keeps vectors in PostgreSQL: open the store with database=\"postgresql://...\" "
-                "(--database), or choose flat, hnsw or ivfpq"
+                "(--database), or choose flat or hnsw"
             )
         check_least("dimension", dimension, 1)
         self.dimension = dimension
         self.embedder = embedder
         self.generation = -1
         self._db = database
-        self._stored = stored
+        self._documents = documents
         self._schema = _extension(database)
         column = _Vector(self._schema, dimension)
         self._parts = (
@@ -140,7 +141,9 @@ class PgVectorIndex:
 
     def vectors_present(self, ids: Ids) -> tuple[Ids, Vectors]:
         """Return the indices of `ids` that are still stored, and their vectors."""
-        return rows_among(ids, self._stored(ids))
+        found = self._documents.vectors_by_ids(ids, dimension=self.dimension)
+        rows = np.flatnonzero(np.isin(ids, found.ids))
+        return rows, found.vectors[np.searchsorted(found.ids, ids[rows])]
 
     def agrees(self, batch: VectorBatch) -> bool:
         """Return whether the tables hold these vectors."""
@@ -264,7 +267,7 @@ def _extension(database: Database) -> str:
         if not connection.scalar(query, {"name": EXTENSION}):
             raise ConfigError(
                 f"{database.where}: the server has no extension {EXTENSION!r}; install pgvector there (Debian: "
-                "postgresql-VERSION-pgvector), or choose index flat, hnsw or ivfpq"
+                "postgresql-VERSION-pgvector), or choose index flat or hnsw"
             )
     try:
         with database.write() as connection:
@@ -273,7 +276,7 @@ def _extension(database: Database) -> str:
     except StoreReadOnlyError as error:
         raise ConfigError(
             f"{database.where}: this role may not create extension {EXTENSION!r}; have an administrator run CREATE "
-            f"EXTENSION {EXTENSION} in the database, or choose index flat, hnsw or ivfpq ({error})"
+            f"EXTENSION {EXTENSION} in the database, or choose index flat or hnsw ({error})"
         ) from error
     return str(_schema_of_extension(database))
 

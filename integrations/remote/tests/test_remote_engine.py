@@ -306,11 +306,7 @@ def test_methods_that_need_the_model_are_refused_by_name(kb, front, vllm, method
     assert not vllm.bodies
 
 
-def test_eviction_is_refused(front, vllm):
-    with pytest.raises(ConfigError, match="evict drops KV by the model's own attention"):
-        front().ask(QUESTION, evict=8)
-    with pytest.raises(ConfigError, match="evict drops"):
-        front(evict=8)
+def test_a_budget_of_thoughts_is_refused(front, vllm):
     with pytest.raises(ConfigError, match="thinking_budget is kept where the tokens are chosen"):
         front().ask(QUESTION, thinking_budget=8)
     assert not vllm.bodies

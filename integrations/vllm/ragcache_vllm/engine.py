@@ -80,10 +80,6 @@ class VllmEngine:
     def check(self, options: RequestOptions) -> None:
         self.prompts.check(options.method)
         options.sampling.check_ids(self.card.vocab_size, self.card.name)
-        if options.evict is not None:
-            raise ConfigError(
-                f"evict drops KV by the model's own attention, which {self._engine.url} keeps; leave it out", "evict"
-            )
         if options.thinking_budget is not None:
             raise ConfigError(
                 f"thinking_budget is kept where the tokens are chosen, which is {self._engine.url}; leave it out",

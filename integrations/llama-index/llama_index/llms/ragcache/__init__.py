@@ -73,7 +73,6 @@ class RagCacheLLM(FunctionCallingLLM):
     logprobs: int | None = Field(default=None, description="Likeliest tokens to report beside each one, in raw.")
     method: str | None = Field(default=None, description="Fusion method; the store's own when absent.")
     method_options: dict[str, Any] = Field(default_factory=dict, description="Options of the method.")
-    evict: int | None = Field(default=None, description="Budget of decode eviction; the store's own when absent.")
     on_overflow: str = Field(default="error", description='Passages that do not fit: "error" or "trim".')
     timeout_s: float | None = Field(default=None, description="Seconds that an answer may take, waiting included.")
     order: str = Field(default="relevance", description='Of passages: "relevance", or "shared" for method full.')
