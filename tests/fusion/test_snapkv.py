@@ -96,7 +96,6 @@ def test_link_tokens_are_kept_whole(family):
 SMALL_OPTIONS = {
     "link": {"link_ids": [[7], [8, 9], [], [7]]},
     "markers": {"doc_start_id": 150, "doc_end_id": 151},
-    "packet": {"header_ids": [150], "trailer_ids": [151]},
     "samkv": {"block_size": 4, "local_blocks": 1},
 }
 
