@@ -12,7 +12,7 @@ from typing import Any
 from ragcache.errors import ConfigError
 from ragcache_eval.report import Row
 
-METRICS = ("score", "accuracy", "same_answer", "top1_answer")
+METRICS = ("accuracy", "same_answer", "top1_answer")
 
 
 def plot(rows: Sequence[Row], path: Path, title: str) -> None:

@@ -14,7 +14,6 @@ from ragcache_eval.intervals import Estimate, estimate
 from ragcache_eval.journal import Score
 
 QUALITY = (
-    "score",
     "accuracy",
     "exact_match",
     "f1",
@@ -127,7 +126,6 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 _TITLES = {
-    "score": "score",
     "accuracy": "accuracy",
     "exact_match": "exact match",
     "f1": "F1",
