@@ -80,7 +80,6 @@ class EvalOptions:
     on_overflow: Annotated[
         Literal["error", "skip"], option("--on-overflow", "Questions that do not fit the model: refuse or leave out.")
     ] = "error"
-    plot: Annotated[bool, option("--plot/--no-plot", "Draw NAME.png beside the tables.")] = True
 
     def settings(self) -> RunSettings:
         """Return the run's settings."""
@@ -93,7 +92,6 @@ class EvalOptions:
     ) -> list[Row]:
         """Measure a set and write its tables."""
         from ragcache_eval.journal import Journal
-        from ragcache_eval.picture import plot
         from ragcache_eval.report import summarise, write_report
         from ragcache_eval.runner import NO_PASSAGES
 
@@ -103,8 +101,6 @@ class EvalOptions:
         rows = summarise(scores, labels)
         header = {"data": source, "model": runner.lm.name, "questions": len(cases), **runner.describe()}
         write_report(self.out, name, header, rows)
-        if self.plot:
-            plot(rows, self.out / f"{name}.png", f"{source}, {runner.lm.name}")
         return rows
 
 

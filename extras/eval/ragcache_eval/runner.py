@@ -20,7 +20,7 @@ from ragcache_eval.case import Case
 from ragcache_eval.divergence import kl_divergence, top1_agrees
 from ragcache_eval.journal import Key, Ledger, Score
 from ragcache_eval.methods import FULL, MethodSpec
-from ragcache_eval.metrics import contains_answer, exact_match, rouge_l, token_f1
+from ragcache_eval.metrics import contains_answer, exact_match, token_f1
 from ragcache_eval.reading import PromptReader, WrittenAnswer, forced_logits, write_answer
 
 NO_PASSAGES = "no passages"
@@ -195,7 +195,6 @@ def answer_scores(prediction: str, case: Case) -> dict[str, Any]:
         "accuracy": accuracy,
         "exact_match": exact_match(text, case.answers),
         "f1": token_f1(text, case.answers),
-        "rouge_l": rouge_l(text, case.answers),
     }
 
 
