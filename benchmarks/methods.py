@@ -62,7 +62,6 @@ def chosen_methods(links: Sequence[Sequence[int]]) -> dict[str, FusionMethod]:
     options: dict[str, list[tuple[str, dict[str, Any]]]] = {
         "link": [(f"link, {LINK_TOKENS} tokens", {"link_ids": links})],
         "markers": [("markers", {"doc_start_id": 1, "doc_end_id": 2})],
-        "packet": [("packet, 8 + 8", {"header_ids": range(1, 9), "trailer_ids": range(9, 17)})],
         "cacheblend": [
             ("cacheblend, 0.15", {"ratio": 0.15}),
             ("cacheblend, 0.15, gradual", {"ratio": 0.15, "gradual": True}),

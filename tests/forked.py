@@ -94,6 +94,7 @@ def _ensure_server() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(Path(__file__).parent), *sys.path])))
         patch.setenv("OPENBLAS_NUM_THREADS", "1")
+        patch.delenv("TRITON_INTERPRET", raising=False)  # some tests set it, and all children get the server's Triton
         forkserver.ensure_running()
 
 

@@ -82,7 +82,6 @@ EXTRAS = {
     "apps/chatbot": ["server"],
     "extras/documents": ["documents"],
     "extras/plan": ["bench"],
-    "extras/eval": ["eval"],
     "extras/train": ["train"],
     "extras/watch": ["watch"],
     "integrations/anthropic": ["server"],

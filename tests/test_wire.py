@@ -46,14 +46,11 @@ RECIPES: dict[str, dict[str, Any]] = {
     "kept for a task": {"name": "prefix", "bos": False, "kept": 0.5, "task": "Answer."},
 }
 LINK = {"link_tokens": 2, "link_slots": 4, "first_link_id": 100}
-PACKET = {"first_packet_id": 300, "header_tokens": 2, "trailer_tokens": 1}
 SECTIONS: list[dict[str, Any]] = [
     {"version": 1, "recipe": "isolated", **section}
     for section in (
         {"method": "link", **LINK, "kv_start_id": 50, "kv_end_id": 51},
-        {"method": "link", **LINK, **PACKET},
         {"method": "markers", "doc_start_id": 60, "doc_end_id": 61, "positions": "composite"},
-        {"method": "packet", **PACKET},
         {"method": "reposition"},
     )
 ]

@@ -33,26 +33,22 @@ def ask(
     answer: AnswerOptions,
     collection: flags.Collection = None,
     timeout_s: flags.Timeout = None,
-    whole: Annotated[
-        bool,
-        flags.option("--whole", "Read every passage of a small store, from KV of all of them that is kept on disk."),
-    ] = False,
     as_json: flags.Json = False,
     local: Annotated[bool, flags.option("--local", "Open the store here, also where a server runs over it.")] = False,
 ) -> None:
     """Answer a question from the store; the answer is written as it comes, then its sources.
 
     Where `ragcache serve` runs over the store on this machine, it is asked (with RAGCACHE_API_KEY as its key), and no
-    model is loaded. Options of how a store is opened, and --whole, have the store opened here.
+    model is loaded. Options of how a store is opened have the store opened here.
     """
-    if not local and not whole:
+    if not local:
         found = _served(
             question, store, models, answer, {"timeout_s": timeout_s, "collection": collection}, quiet=as_json
         )
         if found is not None:
             print_json(found) if as_json else print_answer(found)
             return
-    options = {**answer.call_options(), "timeout_s": timeout_s, "whole": whole}
+    options = {**answer.call_options(), "timeout_s": timeout_s}
     with flags.open_with_models(store, models) as opened:
         kb = opened if collection is None else opened.collection(collection, create=False)
         if as_json:

@@ -19,7 +19,6 @@ from ragcache.engine.caches.prefix_cache import PrefixCache
 from ragcache.engine.caches.prefixes import Prefixes
 from ragcache.engine.caches.shared_prefixes import SharedPrefixes
 from ragcache.engine.caches.stored_prefixes import StoredPrefixes
-from ragcache.engine.caches.whole_store import WholeStore
 from ragcache.engine.contract import EMBEDDED, ENGINES, Connection, EmbeddedModel, Engine
 from ragcache.engine.embedder_probe import refuse_other_embedder
 from ragcache.engine.estimate import PrefillEstimate
@@ -305,7 +304,7 @@ def _here(
     local_engine = LocalEngine(
         lm,
         Prompts(lm, encoder, *formats, prefixes.count),
-        KVLookup(lm, encoder, documents, prefixes, WholeStore(lm, kv, generation, "", estimate.add), loader),
+        KVLookup(lm, encoder, documents, prefixes, loader),
         prefixes,
         SharedPrefixes(admission, tree),
         estimate,

@@ -11,7 +11,6 @@ import numpy as np
 from ragcache.engine.answer import Source, Usage
 from ragcache.engine.caches.prefix_nodes import common_length
 from ragcache.engine.caches.prefixes import Path, Prefixes, PrefixKV
-from ragcache.engine.caches.whole_store import WholeStore
 from ragcache.engine.loader import COMPUTED, BlockLoader, LoadedBlocks
 from ragcache.engine.output import OutputProcessor
 from ragcache.engine.request import Request
@@ -64,7 +63,6 @@ class KVLookup:
     encoder: ModelEncoder
     _documents: DocumentStore
     _prefixes: Prefixes
-    _whole: WholeStore
     _loader: BlockLoader
 
     @contextmanager
@@ -156,26 +154,20 @@ class KVLookup:
 
     @contextmanager
     def _known(self, request: Request, path: Path) -> Iterator[PrefixKV]:
-        """Yield the KV that the prefix tree holds for the prompt, except its last token.
-
-        For a store that is read whole, yield everything before the question.
-        """
+        """Yield the KV that the prefix tree holds for the prompt, except its last token."""
         prompt, options = request.prompt, request.options
         with self._prefixes.match(options.method, path, path.layout.num_tokens - 1) as (lease, load_s):
             count = 0 if lease is None else lease.num_tokens
             if options.found and count <= len(prompt.prefix_ids):
                 with self._prefixes.text(prompt.prefix_ids) as prefix:
                     yield prefix
-            elif options.whole is None or count >= prompt.context_tokens:
-                yield PrefixKV(lease, load_s=load_s)
             else:
-                prefix = self._whole.read(prompt.ids[: prompt.context_tokens], options.whole)
-                yield prefix._replace(load_s=prefix.load_s + load_s)
+                yield PrefixKV(lease, load_s=load_s)
 
     def of(self, salt: str, prefixes: Prefixes, on_encoded: OnEncoded) -> KVLookup:
         """Return the same for another salt."""
         encoder = replace(self.encoder, salt=salt, read_prefix=prefixes.exact, on_encoded=on_encoded)
-        return replace(self, encoder=encoder, _prefixes=prefixes, _whole=self._whole.of(salt, on_encoded))
+        return replace(self, encoder=encoder, _prefixes=prefixes)
 
     def _encoder_for(self, request: Request) -> ModelEncoder:
         """Return the store's encoder, or an encoder that leaves out neighbours which the question's filter hides."""

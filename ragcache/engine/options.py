@@ -240,13 +240,10 @@ class AskOptions(RetrieveOptions, GenerationOptions, total=False):
     """Options of a question.
 
     hits:   passages to read instead of retrieving, best first
-    whole:  read every passage of the store, by `full`, from their exact KV, which is kept on disk; refused if they do
-            not fit the model
     system: system prompt that replaces the store's; "": none
     """
 
     hits: Sequence[Hit | Passage] | None
-    whole: bool
     system: str | None
 
 

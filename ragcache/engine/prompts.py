@@ -84,12 +84,9 @@ class Prompts:
                 'open it with recipe="primer" or with this system prompt, or ask with method="full"'
             )
 
-    def showing(self, variables: Mapping[str, Any] = MappingProxyType({}), *, stored: bool = False) -> Shown:
-        """Return the inputs of the chat template other than the messages.
-
-        stored: whether KV of the prompt's beginning is stored
-        """
-        return Shown(variables=variables, date=self.shown.date if stored or self.dated else None)
+    def showing(self, variables: Mapping[str, Any] = MappingProxyType({})) -> Shown:
+        """Return the inputs of the chat template other than the messages."""
+        return Shown(variables=variables, date=self.shown.date if self.dated else None)
 
     def question_ends(self, question: str, system: str | None = None, shown: Shown | None = None) -> PromptEnds:
         """Return the ends of a lone question's prompt.

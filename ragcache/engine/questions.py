@@ -19,7 +19,6 @@ from ragcache.engine.answer import Done, Event, Source, Sources
 from ragcache.engine.assemble import Components
 from ragcache.engine.caches.learner import Learner
 from ragcache.engine.caches.passage_finder import PassageFinder
-from ragcache.engine.caches.whole_store import check_whole, whole_hits
 from ragcache.engine.conversation import Conversation, Given, completion_ends
 from ragcache.engine.history import ConversationContext, History, inline_passages
 from ragcache.engine.loader import Prefetch
@@ -95,30 +94,12 @@ class Questions:
 
     def ask(self, question: str, k: int, keywords: AskOptions) -> Iterator[Event]:
         check_type("question", question, str, "give its text")
-        if keywords.get("whole"):
-            return self._ask_whole(question, keywords)
         options, ends = self._question(question, keywords)
         options = replace(options, where=keywords.get("filter"))
         self._parts.engine.prompts.check_system(keywords.get("system"), options.method)
         hits = keywords.get("hits")
         find = partial(self._find, hits, question, k, keywords, options)
         return self._read(lambda _: Written(ends(), [question]), find, options, retrieves=hits is None)
-
-    def _ask_whole(self, question: str, keywords: AskOptions) -> Iterator[Event]:
-        """Answer a question over every passage, by full prefill."""
-        named = keywords.get("method")
-        chosen: AskOptions = {**keywords, "method": verdict.FULL if named in (None, verdict.AUTO) else named}
-        options, ends = self._question(question, chosen)
-        check_whole(keywords, options.method)
-        documents, prompts = self._parts.store.documents, self._parts.engine.prompts
-        # Taken before the documents are listed, so that a change is noticed.
-        options = replace(options, whole=documents.generation())
-
-        def find() -> Sequence[Given]:
-            self._parts.generation.check()
-            return whole_hits(documents, prompts, ends())
-
-        return self._read(lambda _: Written(ends(), [question]), find, options)
 
     def complete(
         self, parts: str | Sequence[str | Hit | Passage | int], keywords: GenerationOptions
@@ -223,7 +204,7 @@ class Questions:
         """Return the chat template's variables. Raises ConfigError."""
         effort, enable, extra = (keywords.get(name) for name in TEMPLATE_OPTIONS)
         variables = template_variables(self._parts.card.tokenizer, effort, enable, extra)
-        return self._parts.engine.prompts.showing(variables, stored=bool(keywords.get("whole")))
+        return self._parts.engine.prompts.showing(variables)
 
     def _request_options(self, keywords: GenerationOptions, *, templated: bool = False) -> RequestOptions:
         """Build the options of a request.

@@ -32,7 +32,6 @@ from ragcache.retrieval.retriever import Hit
 class RequestOptions:
     """How to read and answer a prompt; see `GenerationOptions`.
 
-    whole: generation of the documents, if all documents are read; None: only retrieved passages are read
     tools: functions that the model may call; None: no functions
     thinking: how the model's template makes it think; None: the model does not think, or there is no template (raw
               prompt)
@@ -52,7 +51,6 @@ class RequestOptions:
     ahead: Prefetch | None = None
     order: Order = "relevance"
     hint: bool = True
-    whole: int | None = None
     tools: ToolUse | None = None
     thinking: Thinking | None = None
     thinking_budget: int | None = None

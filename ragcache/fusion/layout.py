@@ -74,14 +74,6 @@ class AddedTokens:
         object.__setattr__(self, "markers", sides_of(self.markers))
 
     @classmethod
-    def in_blocks(cls, spec: TrainedTokens | None) -> AddedTokens:
-        """Return the tokens that a checkpoint was trained to read in every passage, its packets.
-
-        Every method uses them.
-        """
-        return NO_ADDITIONS if spec is None else cls(markers=spec.packet)
-
-    @classmethod
     def trained(cls, spec: TrainedTokens) -> AddedTokens:
         """Return the additions that a checkpoint was trained with."""
         return cls(

@@ -298,10 +298,9 @@ class FusionMethod:
     def additions(self, lm: ModelCard) -> AddedTokens:
         """Return the tokens that the method puts between the prompt's own.
 
-        The base class adds only the tokens that the model was trained to have in its blocks (`packet`). Raises
-        ConfigError if the method needs trained tokens and `lm` has none.
+        The base class adds none. Raises ConfigError if the method needs trained tokens and `lm` has none.
         """
-        return AddedTokens.in_blocks(lm.reuse) if self.reuses_blocks else NO_ADDITIONS
+        return NO_ADDITIONS
 
     def added_to(self, lm: ModelCard, parts: Sequence[Part]) -> AddedTokens:
         """Return `additions` if the prompt has a passage, else none: any model can read a prompt without passages."""

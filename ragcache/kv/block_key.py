@@ -51,8 +51,7 @@ class Recipe:
                 which `ModelCard.recipe` turns into ids. Without any ids the recipe is "prefix"
     bos:        only for "isolated": encode after a lone BOS token whose own KV is dropped, so that the chunk's first
                 tokens do not become attention sinks. Needs a model with a BOS token
-    markers:    any number of ids read before the chunk and after it; their KV is part of the block (TurboRAG's markers,
-                KV Packet's vectors)
+    markers:    any number of ids read before the chunk and after it; their KV is part of the block (TurboRAG's markers)
     neighbours: the largest number of other chunks that are read before each chunk, as a single running text (the
                 offline stage of FusionRAG, arXiv 2601.12904); their KV is dropped. The block key contains their ids, in
                 order

@@ -1,16 +1,14 @@
-"""An adapter: trained embedding rows of added ids, in a small directory next to a base model that stays unchanged.
+"""An adapter: LoRA's matrices and embedding rows of added ids, in a small directory next to an unchanged base model.
 
     adapter.json          the base, the properties it must have, the added tokens, and the section "ragcache" of the
                           model's configuration
-    adapter.safetensors   ids: int64 [n]; rows: float32 [n, hidden_size] (version 1)
+    adapter_config.json, adapter_model.safetensors   matrices and rows, in peft's own files
     tokenizer files       the base's, with the added tokens
 
-If LoRA's matrices were trained too, they and the rows are in peft's own files, which peft reads over a base with room
-for the ids. They are merged into the base's weights (version 2), or act on passages alone (version 3):
+The matrices are merged into the base's weights (version 2), or act on passages alone (version 3). peft reads them over
+a base with room for the ids.
 
-    adapter_config.json, adapter_model.safetensors
-
-`ragcache train` writes it (--freeze, --lora-rank) and `load_lm` loads it as a model: the base with room for the ids,
+`ragcache train` writes it (--lora-rank) and `load_lm` loads it as a model: the base with room for the ids,
 their rows and the section, and the matrices. Fingerprint, block keys and methods then treat it like any other
 model.
 """
@@ -24,17 +22,16 @@ from typing import Any, get_type_hints
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ragcache.errors import AdapterError
 from ragcache.models.hub import ADAPTER
-from ragcache.models.lora import DELTA, LORA_FILE, Lora
+from ragcache.models.lora import DELTA, LORA_FILE, ROOT, Lora
 from ragcache.models.trained_tokens import SECTION, TrainedTokens, grown
 
-ROWS_FILE = "adapter.safetensors"
-ROWS_ALONE, WITH_LORA, ON_PASSAGES = VERSIONS = (1, 2, 3)
+MERGED, ON_PASSAGES = VERSIONS = (2, 3)
 
 
 @dataclass(frozen=True)
@@ -66,14 +63,13 @@ class Adapter:
     """The contents of adapter.json.
 
     directory: the adapter's directory; spec: the way of reuse that it was trained for, None for none
-    has_lora:  whether LoRA's matrices belong to it; on_passages: whether they act on passages alone
     tokens:    the added tokens by ascending id; empty in the first adapters
+    on_passages: whether the matrices act on passages alone
     """
 
     directory: Path
     base: Base
     spec: TrainedTokens | None
-    has_lora: bool = False
     tokens: tuple[str, ...] = ()
     on_passages: bool = False
 
@@ -89,11 +85,14 @@ class Adapter:
             if version in VERSIONS:
                 base, tokens = Base(**found["base"]), tuple(map(str, found.get("tokens", ())))
                 trained = None if spec is None else TrainedTokens.read(spec)
-                return cls(Path(where), base, trained, version != ROWS_ALONE, tokens, version == ON_PASSAGES)
+                return cls(Path(where), base, trained, tokens, version == ON_PASSAGES)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise _damaged(path, error) from error
         readable = ", ".join(map(str, VERSIONS))
-        raise AdapterError(f"{path} has version {version!r}, this ragcache reads {readable}; install a newer ragcache")
+        raise AdapterError(
+            f"{path} has version {version!r}, this ragcache reads {readable}; use the ragcache that wrote it, or train "
+            "it again with --lora-rank"
+        )
 
     @property
     def added_ids(self) -> list[int]:
@@ -170,7 +169,7 @@ class Adapter:
             weight: Tensor = model.get_input_embeddings().weight
             weight[list(rows)] = torch.stack(list(rows.values())).to(weight)
         self.extend(model.config)
-        if self.has_lora and not self.on_passages:
+        if not self.on_passages:
             model = self.lora().merge(model)
         model.requires_grad_(False)
         return model
@@ -186,15 +185,11 @@ class Adapter:
         expected = self.added_ids
         if not expected:
             return {}
-        path = self.directory / (LORA_FILE if self.has_lora else ROWS_FILE)
+        path = self.directory / LORA_FILE
         try:
-            held = load_file(path)
-            if self.has_lora:
-                stated = json.loads((self.directory / Lora.FILE).read_text(encoding="utf-8"))
-                ((embedding, ids),) = stated["trainable_token_indices"].items()
-                rows = held[f"base_model.model.{embedding}{DELTA}"]
-            else:
-                ids, rows = held["ids"].tolist(), held["rows"]
+            stated = json.loads((self.directory / Lora.FILE).read_text(encoding="utf-8"))
+            ((embedding, ids),) = stated["trainable_token_indices"].items()
+            rows = load_file(path)[f"{ROOT}{embedding}{DELTA}"]
         except (OSError, KeyError, ValueError, TypeError, AttributeError, SafetensorError) as error:
             raise _damaged(path, error) from error
         if ids != expected or rows.shape != (len(expected), self.base.hidden_size) or not rows.isfinite().all():
@@ -206,22 +201,15 @@ def write_adapter(
     out: Path,
     base: Base,
     spec: TrainedTokens | None,
-    rows: dict[int, Tensor] | None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     on_passages: bool = False,
 ) -> None:
-    """Write rows by id, and adapter.json last, which makes the directory an adapter.
+    """Write adapter.json, which makes a directory with peft's files an adapter.
 
-    rows: None: they and LoRA's matrices were already written by peft
     tokenizer: with the added tokens
     on_passages: whether the matrices act on passages alone
     """
-    if rows is not None:
-        ids = sorted(rows)
-        stacked = torch.stack([rows[id].detach().float().cpu() for id in ids])
-        save_file({"ids": torch.tensor(ids), "rows": stacked.contiguous()}, out / ROWS_FILE, {"format": "pt"})
-    version = ROWS_ALONE if rows is not None else ON_PASSAGES if on_passages else WITH_LORA
-    content: dict[str, Any] = {"version": version, "base": asdict(base)}
+    content: dict[str, Any] = {"version": ON_PASSAGES if on_passages else MERGED, "base": asdict(base)}
     content[SECTION] = None if spec is None else spec.section()
     if tokenizer is not None and spec is not None:
         content["tokens"] = tokenizer.convert_ids_to_tokens(sorted(spec.added_ids))

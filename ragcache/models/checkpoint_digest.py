@@ -8,18 +8,19 @@ import hashlib
 
 from ragcache.files import file_digest
 from ragcache.kv.block_key import digest
-from ragcache.models.adapter import ROWS_FILE, Adapter
+from ragcache.models.adapter import Adapter
 from ragcache.models.checkpoint import find_directory
 from ragcache.models.hub import split_file
-from ragcache.models.lora import Lora
+from ragcache.models.lora import LORA_FILE, Lora
 
 FILES = ("*.safetensors", "*.bin", "config.json")
 
 
 def checkpoint_digest(name: str) -> str | None:
-    """Return the SHA-256 over the weights' and the configuration's bytes (an adapter's: its base's, and the rows).
+    """Return the SHA-256 over the weights' and the configuration's bytes.
 
-    Returns None if the model is neither a directory here nor in the hub's cache, or is merged while it is loaded.
+    The digest of an adapter that acts on passages alone covers its base's digest, its matrices and its rows. Returns
+    None if the model is neither a directory here nor in the hub's cache, or is merged while it is loaded.
 
     name: a directory or hub id, or a GGUF file in one of these
 
@@ -31,11 +32,12 @@ def checkpoint_digest(name: str) -> str | None:
         return None
     if file:
         return file_digest(directory / file["gguf_file"]).hex()
+    adapter = Adapter.find(directory)
+    if adapter is not None and adapter.on_passages:  # the base's files are compared when they are loaded
+        own = file_digest(directory / LORA_FILE).hex()
+        return digest([adapter.base.checkpoint, adapter.spec and adapter.spec.section(), own])
     if Lora.find(directory) is not None:  # its weights are in no file
         return None
-    if (adapter := Adapter.find(directory)) is not None:  # the base's files are compared when they are loaded
-        rows = file_digest(directory / ROWS_FILE).hex()
-        return digest([adapter.base.checkpoint, adapter.spec and adapter.spec.section(), rows])
     whole = hashlib.sha256()
     for path in sorted({path for pattern in FILES for path in directory.glob(pattern)}):
         whole.update(path.name.encode())

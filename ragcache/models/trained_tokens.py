@@ -4,11 +4,7 @@
      "first_link_id": 2735, "kv_start_id": 2815, "kv_end_id": 2816}
     {"version": 1, "method": "markers", "recipe": "isolated", "doc_start_id": 2735, "doc_end_id": 2736,
      "positions": "reordered"}
-    {"version": 1, "method": "packet", "recipe": "isolated", "first_packet_id": 2735, "header_tokens": 8,
-     "trailer_tokens": 8}
     {"version": 1, "method": "reposition", "recipe": "isolated"}
-
-A "link" section may also state a packet: blocks then contain its tokens, with link tokens between the blocks.
 
 transformers keeps the section as an attribute of the configuration, so it is part of the model's fingerprint. The last
 form is Block-Attention (Ma et al., arXiv 2409.15355), which is KVLink with no link tokens and adds no ids at all.
@@ -28,13 +24,10 @@ if TYPE_CHECKING:
 
 SECTION, VERSION = "ragcache", 1
 POSITIONS = ("reordered", "composite")
-# Left out if unused, so that such sections are the same as before packets.
-_PACKET = ("first_packet_id", "header_tokens", "trailer_tokens")
 # Fields that go with each method.
 _FIELDS: dict[str, tuple[str, ...]] = {
-    "link": ("link_tokens", "link_slots", "first_link_id", "kv_start_id", "kv_end_id", *_PACKET),
+    "link": ("link_tokens", "link_slots", "first_link_id", "kv_start_id", "kv_end_id"),
     "markers": ("doc_start_id", "doc_end_id", "positions"),
-    "packet": _PACKET,
     "reposition": (),
 }
 
@@ -47,15 +40,13 @@ _LLAMA3_FIRST_LINK, _LLAMA3_KV_START, _LLAMA3_KV_END = 128011, 128254, 128255
 class TrainedTokens:
     """The way of reuse that a checkpoint was trained for.
 
-    method:      "link" (KVLink), "markers" (TurboRAG), "packet" (KV Packet) or "reposition" (Block-Attention)
+    method:      "link" (KVLink), "markers" (TurboRAG) or "reposition" (Block-Attention)
     recipe:      name of the recipe that its chunks are encoded with
     link_tokens: K, link tokens after each chunk; link_slots: number of chunks that have link tokens
     first_link_id: id of slot 0's first link token; slot n's j-th is first_link_id + K * n + j
     kv_start_id, kv_end_id: ids around the reused part; both or neither
     doc_start_id, doc_end_id: ids around every chunk (markers)
     positions:   "reordered" or "composite" (markers)
-    first_packet_id: id of the first of `header_tokens` before every chunk; the ids of `trailer_tokens` after the chunk
-                 follow (packet, link)
 
     Raises ConfigError naming the field that is missing or out of range.
     """
@@ -70,9 +61,6 @@ class TrainedTokens:
     doc_start_id: int | None = None
     doc_end_id: int | None = None
     positions: str | None = None
-    first_packet_id: int | None = None
-    header_tokens: int = 0
-    trailer_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.method not in _FIELDS:
@@ -89,8 +77,6 @@ class TrainedTokens:
             raise _bad("method 'markers' needs doc_start_id and doc_end_id")
         if self.method == "markers" and self.positions not in POSITIONS:
             raise _bad(f"positions is {self.positions!r}; it is one of {', '.join(POSITIONS)}")
-        if (self.header_tokens or self.trailer_tokens) and self.first_packet_id is None:
-            raise _bad("header_tokens or trailer_tokens without first_packet_id; a packet states all three")
 
     def _check_link(self) -> None:
         if self.link_tokens and (self.first_link_id is None or not self.link_slots):
@@ -99,10 +85,7 @@ class TrainedTokens:
             raise _bad("kv_start_id and kv_end_id go together; state both or neither")
         ids = [id for own in self.groups.values() for id in own]
         if len(set(ids)) < len(ids):
-            raise _bad(
-                "kv_start_id, kv_end_id, the link ids and those of a packet overlap; every added token has an id "
-                "of its own"
-            )
+            raise _bad("kv_start_id, kv_end_id and the link ids overlap; every added token has an id of its own")
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> TrainedTokens | None:
@@ -136,7 +119,7 @@ class TrainedTokens:
         """Return the section "ragcache" of config.json."""
         own = {name: getattr(self, name) for name in _FIELDS[self.method]}
         common = {"version": VERSION, "method": self.method, "recipe": self.recipe}
-        stated = {name: value for name, value in own.items() if value or (value is not None and name not in _PACKET)}
+        stated = {name: value for name, value in own.items() if value is not None}
         return {**common, **stated}
 
     def link_ids(self, slot: int) -> list[int]:
@@ -152,28 +135,19 @@ class TrainedTokens:
         return list(range(first, first + self.link_tokens))
 
     @property
-    def packet(self) -> Sides | None:
-        """Return the ids before and after every chunk that every method reads with it."""
-        if self.first_packet_id is None:
-            return None
-        back = self.first_packet_id + self.header_tokens
-        return tuple(range(self.first_packet_id, back)), tuple(range(back, back + self.trailer_tokens))
-
-    @property
     def markers(self) -> Sides | None:
         """Return the ids before and after every chunk that the trained method reads with it."""
         if self.doc_start_id is None or self.doc_end_id is None:
-            return self.packet
+            return None
         return (self.doc_start_id,), (self.doc_end_id,)
 
     @property
     def groups(self) -> dict[str, Sequence[int]]:
         """Return the method's ids, in order, by the name of their group."""
         links = {f"link {slot + 1}": self.link_ids(slot) for slot in range(self.link_slots)}
-        sides = dict(zip(("header", "trailer"), self.packet or (), strict=False))
         alone = {name: getattr(self, f"{name}_id") for name in ("kv_start", "kv_end", "doc_start", "doc_end")}
         single = {name: (id,) for name, id in alone.items() if id is not None}
-        return {**links, **sides, **single}
+        return {**links, **single}
 
     @property
     def roles(self) -> dict[int, tuple[str, int]]:

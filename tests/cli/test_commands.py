@@ -140,16 +140,6 @@ def test_ask_passes_its_options_on(store):
         assert found["text"] != usual, flags
 
 
-def test_ask_reads_the_whole_store(store):
-    command = ("ask", "Cat?", "--store", store, "--max-tokens", "2", "--whole", "--json")
-    first, second = (json.loads(invoke(*command).stdout) for _ in range(2))  # each opens the store anew
-    assert (first["method"], first["text"]) == ("full", second["text"])
-    assert names(hit["document_id"] for hit in first["hits"]) == NAMES
-    assert (first["usage"]["created_tokens"] > 0, second["usage"]["created_tokens"]) == (True, 0)
-    refused = invoke(*command, "--filter", '{"year": 2024}')
-    assert (refused.exit_code, "leave out filter" in refused.stderr) == (2, True)
-
-
 def test_ask_in_words_names_its_sources(store):
     result = invoke("ask", "Where do dogs bark?", "--store", store, *MOVED, "--k", 1, "--max-tokens", 3)
     assert result.exit_code == 0, result.output

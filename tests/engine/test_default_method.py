@@ -160,7 +160,6 @@ def test_where_no_passage_comes_the_prompt_is_read_exactly(unchecked):
     assert labelled.method == WIDE
     kept = unchecked.chat([{"role": "user", "content": QUESTION}], k=2, context="keep", sampling=SHORT)
     assert kept.method == WIDE
-    assert unchecked.ask(QUESTION, whole=True, sampling=SHORT, method="auto").method == "full"
 
 
 def test_a_stream_names_the_method_before_it_reads(unchecked):

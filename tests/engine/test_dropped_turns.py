@@ -182,7 +182,6 @@ def tokenised(monkeypatch):
     [
         lambda kb: kb.ask(HUGE),
         lambda kb: kb.ask("Hm?", system=HUGE, method="full"),
-        lambda kb: kb.ask(HUGE, whole=True),
         lambda kb: kb.complete(HUGE),
         lambda kb: kb.chat([user(HUGE)]),
         lambda kb: kb.chat([user(HUGE)], k=2),

@@ -29,10 +29,6 @@ def chatting(*messages, **options):
     return lambda kb: kb.chat(list(messages), **options)
 
 
-def whole(**options):
-    return asking(whole=True, **options)
-
-
 NO_MESSAGES = "of type {}; give a list such as"
 APART = [rc.Passage("One."), "between", rc.Passage("Two."), "Who?"]
 REFUSED = [
@@ -65,11 +61,6 @@ REFUSED = [
     (asking(sampling=rc.Sampling(logit_bias={10**6: 1.0})), ConfigError, "logit_bias names token id"),
     (asking(sampling=rc.Sampling(stop_token_ids=[-1])), ConfigError, "stop_token_ids names token id"),
     # A store that is read whole
-    (whole(filter={"a": 1}), ConfigError, "leave out filter"),
-    (whole(hits=[], score_threshold=0.0), ConfigError, "leave out hits, score_threshold"),
-    (whole(order="shared"), ConfigError, "leave out order"),
-    (whole(method="reposition"), ConfigError, "method 'reposition' does not; choose full"),
-    (whole(method="full", method_options={"reuse": False}), ConfigError, "method 'full' does not"),
     # Conversations
     (chatting(), PromptError, "no user message"),
     (chatting({"role": "assistant", "content": "Hm."}), PromptError, "no user message"),

@@ -106,19 +106,6 @@ def test_kv_behind_the_prefix_serves_every_day(open_dated, clock, read):
     assert all(one.startswith(own) for one in read)
 
 
-def test_kv_of_a_whole_store_serves_every_day(open_dated, clock):
-    with open_dated(recipe="isolated", texts=TEXTS) as kb:
-        kb.ask(QUESTION, whole=True, sampling=SHORT)
-        first = stored(kb)
-    clock(9, 21)
-    with open_dated(recipe="isolated") as kb:
-        answers = [
-            kb.ask(QUESTION, whole=True, sampling=SHORT, **more) for more in ({}, {"chat_template_kwargs": {"any": 1}})
-        ]
-        assert {hit.kv for answer in answers for hit in answer.hits} == {"exact"}
-        assert stored(kb) == first
-
-
 def test_a_days_prompt_is_that_of_plain_transformers(open_dated, clock, dated):
     clock(9, 21)
     model, tokenizer = plain_transformers(dated)

@@ -10,7 +10,7 @@ from kit.makers import each, made_by
 HERE = Path(__file__).parent
 PAPERS = HERE.parents[1] / "extras" / "papers" / "tests"
 LAWS = HERE / "test_laws.py"
-MECHANISMS = {"test_link.py", "test_recompute.py", "test_kvzip.py", "test_packet.py"}
+MECHANISMS = {"test_link.py", "test_recompute.py", "test_kvzip.py"}
 MECHANISMS |= {"test_sixteen_bits.py"}
 """The ways of reuse that other methods share: own tokens, tokens that run again, what is dropped, rows in front; and
 the rounding of each trait."""

@@ -326,7 +326,7 @@ SHARING = {
     "concat": {},
     "full": {},
     "link": {"link_ids": LINKS},
-    "packet": {"header_ids": [7, 8], "trailer_ids": [9]},
+    "markers": {"doc_start_id": 7, "doc_end_id": 8},
 }
 
 
@@ -361,7 +361,7 @@ def test_a_method_answers_alike_over_a_shared_context(family, method):
 def test_which_methods_share():
     """Methods whose context does not depend on the question share it; one that chooses by it reads by itself."""
     sharing = {name for name in METHODS if get_method(name).shares_context}
-    assert sharing == {"reposition", "concat", "link", "markers", "packet", "full"}
+    assert sharing == {"reposition", "concat", "link", "markers", "full"}
     assert not get_method("full", reuse=False).shares_context
 
 

@@ -18,27 +18,20 @@ LINK = TrainedTokens("link", link_tokens=2, link_slots=3, first_link_id=100, kv_
 
 
 def test_a_section_survives_a_configuration_on_disk(tmp_path):
-    """The section names a packet beside link tokens; test_wire.py holds what each section says."""
-    spec = replace(LINK, recipe="prefix", first_packet_id=110, header_tokens=3)
+    """test_wire.py holds what each section says."""
+    spec = replace(LINK, recipe="prefix")
     config = LlamaConfig()
     config.ragcache = spec.section()
     config.save_pretrained(tmp_path)
     assert TrainedTokens.of(LlamaConfig.from_pretrained(tmp_path)) == spec
 
 
-def test_a_section_without_a_packet_says_nothing_of_it():
+def test_a_section_says_nothing_of_other_methods():
     """Sections that exist stay as they are, and with them fingerprints."""
     assert LINK.section() == {
         "version": 1, "method": "link", "recipe": "isolated", "link_tokens": 2, "link_slots": 3,
         "first_link_id": 100, "kv_start_id": 106, "kv_end_id": 107,
     }  # fmt: skip
-
-
-def test_ids_of_a_packet():
-    spec = replace(LINK, first_packet_id=110, header_tokens=3, trailer_tokens=2)
-    assert spec.packet == spec.markers == ((110, 111, 112), (113, 114))
-    assert spec.added_ids == {*range(100, 108), *range(110, 115)}
-    assert LINK.packet is LINK.markers is None
 
 
 def test_link_ids_by_slot_and_place():
@@ -71,10 +64,10 @@ def test_the_layout_of_the_authors_llama3_checkpoints():
         ({"version": 1, "method": "link", "link_tokens": "5"}, "link_tokens is '5'"),
         ({"version": 1, "method": "link", "kv_start_id": 5}, "both or neither"),
         ({**LINK.section(), "kv_end_id": 103}, "overlap"),
-        ({**LINK.section(), "first_packet_id": 107, "header_tokens": 1}, "overlap"),
-        ({"version": 1, "method": "packet", "header_tokens": 8}, "a packet states all three"),
+        ({"version": 1, "method": "packet"}, "'packet' is unknown; it is one of link, markers, reposition"),
+        ({**LINK.section(), "first_packet_id": 107}, "first_packet_id, which this ragcache does not know"),
         ({**LINK.section(), "anchor_tokens": 8}, "anchor_tokens, which this ragcache does not know"),
-        ({"version": 1, "method": "packet", "first_packet_id": 8, "trailer_tokens": 1.5}, "trailer_tokens is 1.5"),
+        ({"version": 1, "method": "link", "first_link_id": 8, "link_slots": 1.5}, "link_slots is 1.5"),
         ({"version": 1, "method": "markers", "doc_start_id": 3, "positions": "reordered"}, "doc_end_id"),
         ({"version": 1, "method": "markers", "doc_start_id": 3, "doc_end_id": 4, "positions": "odd"}, "odd"),
         ({"version": 1, "method": "reposition", "colour": "red"}, "colour"),

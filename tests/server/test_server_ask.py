@@ -100,7 +100,6 @@ def test_its_options_are_those_of_the_call(kb, store, address, opened):
         ((), None, r"refused \(401: an API key is needed.*\); opening the store"),
         (("--mmr-lambda", 7), SECRET, r"refused \(400: .*\); opening the store"),
         (("--local",), SECRET, ""),
-        (("--whole",), SECRET, ""),
     ],
 )
 def test_what_it_cannot_be_asked_is_asked_here(store, address, opened, arguments, key, reason):

@@ -45,8 +45,6 @@ class Case:
     question_id: cases that are not independent (the same question with its gold passage at several positions, questions
               over the same context) share it; intervals respect that
     cell:     the key that results are broken down by: {"hops": 2}, {"gold_position": 3}
-    metric:   the set's own metric, of set_metrics.METRICS; "": only the metrics of every set
-    classes:  names that an answer is chosen from, for metric "classification"
     """
 
     id: str
@@ -55,8 +53,6 @@ class Case:
     answers: tuple[str, ...]
     question_id: str = ""
     cell: Cell = field(default_factory=dict)
-    metric: str = ""
-    classes: tuple[str, ...] = ()
 
     @property
     def cluster(self) -> str:

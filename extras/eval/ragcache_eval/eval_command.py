@@ -1,4 +1,4 @@
-"""eval: the user's own questions or a public set's, and a paper's table (--suite)."""
+"""eval: the user's own questions, or a public set's."""
 
 from __future__ import annotations
 
@@ -9,31 +9,24 @@ from ragcache.cli.flags import Json
 from ragcache.cli.terminal import command, print_json, print_table, say
 from ragcache.errors import ConfigError
 from ragcache_eval.measured_model import EvalOptions, EvaluatedModel
-from ragcache_eval.suite_run import SuiteOptions, run_suite
 
 if TYPE_CHECKING:
     from ragcache_eval.report import Row
 
-MAX_TOKENS = 32
-
 
 @command
-def evaluate(models: EvaluatedModel, options: EvalOptions, suites: SuiteOptions, as_json: Json = False) -> None:
+def evaluate(models: EvaluatedModel, options: EvalOptions, as_json: Json = False) -> None:
     """Measure answers of fusion methods against gold answers and against full prefill.
 
     Results of every question are written as they come; run the same command again to go on after an interruption.
-    With --suite the questions, methods and metrics are those of a paper's table, which stands beside what was measured.
     """
     from ragcache_eval.methods import default_methods, parse_methods
     from ragcache_eval.runner import Runner
     from ragcache_eval.sources import load_cases
 
-    if suites.suite is not None:
-        run_suite(suites, models, options, as_json)
-        return
     specs = parse_methods(options.methods or [])
     lm = models.load()
-    runner = Runner(lm, models.prompt_format(lm), options.settings(MAX_TOKENS))
+    runner = Runner(lm, models.prompt_format(lm), options.settings())
     specs = specs if options.methods else default_methods(lm)
     loaded = {
         source: load_cases(source, directory=options.data_dir, limit=options.questions)

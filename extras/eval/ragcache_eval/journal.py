@@ -26,8 +26,7 @@ class Key(NamedTuple):
 class Score:
     """A method's score on a question. Scores whose input is missing (gold answers, full prefill) are None.
 
-    score:         by the metric that the case's set names, if any
-    accuracy, exact_match, f1, rouge_l: see metrics; accuracy is a share if all answers are required
+    accuracy, exact_match, f1: see metrics; accuracy is a share if all answers are required
     kl_first, kl_answer: KL(full prefill || method) in nats: at the answer's first token; mean along the reference
                          answer, given token by token
     top1_first, top1_answer: whether both choose the same first token; share of the reference's tokens that both choose
@@ -45,11 +44,9 @@ class Score:
     cluster: str
     cell: dict[str, str | int]
     prediction: str = ""
-    score: float | bool | None = None
     accuracy: float | bool | None = None
     exact_match: bool | None = None
     f1: float | None = None
-    rouge_l: float | None = None
     kl_first: float | None = None
     kl_answer: float | None = None
     top1_first: bool | None = None

@@ -54,11 +54,10 @@ class EvaluatedModel:
             raise ConfigError(f"--engine {address!r} runs no model here; give {' or '.join(EMBEDDED)}, or leave it out")
         return EMBEDDED[engine](self.model or default, address)
 
-    def prompt_format(self, lm: ModelCard, question_format: str | None = None) -> PromptFormat:
-        """Return the prompt's format. question_format: used if the options name none."""
+    def prompt_format(self, lm: ModelCard) -> PromptFormat:
         from ragcache.prompt import prompt_format
 
-        return prompt_format(lm.tokenizer, system=self.system, question_format=self.question_format or question_format)
+        return prompt_format(lm.tokenizer, system=self.system, question_format=self.question_format)
 
 
 @dataclass(frozen=True)
@@ -71,32 +70,28 @@ class EvalOptions:
     ] = None
     data: Annotated[
         list[str] | None,
-        option("--data", "File of JSON lines, set of --data-dir, registry or pages; of a suite, a column."),
+        option("--data", "File of JSON lines, set of --data-dir, registry or pages; may be repeated."),
     ] = None
     data_dir: Annotated[Path | None, option("--data-dir", "Directory of public question sets.")] = None
     out: Annotated[Path, option("--out", "Directory of the results; a rerun goes on there.")] = Path("eval")
     questions: Annotated[int | None, option("--questions", "Take this many of each set.", min=1)] = None
-    max_tokens: Annotated[
-        int | None, option("--max-tokens", "Longest answer, in tokens; 32, or what a suite's set takes.", min=1)
-    ] = None
+    max_tokens: Annotated[int, option("--max-tokens", "Longest answer, in tokens.", min=1)] = 32
     stop: Annotated[list[str] | None, option("--stop", "End an answer at this string; may be repeated.")] = None
     on_overflow: Annotated[
         Literal["error", "skip"], option("--on-overflow", "Questions that do not fit the model: refuse or leave out.")
     ] = "error"
-    plot: Annotated[bool, option("--plot/--no-plot", "Draw NAME.png beside the tables.")] = True
 
-    def settings(self, longest: int) -> RunSettings:
-        """Return the run's settings. longest: an answer's tokens, if the options set none."""
+    def settings(self) -> RunSettings:
+        """Return the run's settings."""
         from ragcache_eval.runner import RunSettings
 
-        return RunSettings(self.max_tokens or longest, tuple(self.stop or ()), self.on_overflow)
+        return RunSettings(self.max_tokens, tuple(self.stop or ()), self.on_overflow)
 
     def run_source(
         self, runner: Runner, source: str, cases: list[Case], specs: list[MethodSpec], name: str
     ) -> list[Row]:
         """Measure a set and write its tables."""
         from ragcache_eval.journal import Journal
-        from ragcache_eval.picture import plot
         from ragcache_eval.report import summarise, write_report
         from ragcache_eval.runner import NO_PASSAGES
 
@@ -106,8 +101,6 @@ class EvalOptions:
         rows = summarise(scores, labels)
         header = {"data": source, "model": runner.lm.name, "questions": len(cases), **runner.describe()}
         write_report(self.out, name, header, rows)
-        if self.plot:
-            plot(rows, self.out / f"{name}.png", f"{source}, {runner.lm.name}")
         return rows
 
 

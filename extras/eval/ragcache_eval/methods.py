@@ -152,8 +152,3 @@ def why_not(spec: MethodSpec, lm: ModelCard) -> str | None:
     except RagCacheError as error:
         return str(error)
     return None
-
-
-def link_tokens(spec: MethodSpec, lm: ModelCard) -> int:
-    """Return K: the tokens that the method runs after each passage with this model; KVLink's rows differ by K."""
-    return max(map(len, spec.method().additions(lm).links), default=0)

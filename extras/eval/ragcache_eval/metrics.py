@@ -1,8 +1,8 @@
 """How an answer is scored against gold answers.
 
 Accuracy is KVLink's (A.2, after Liu et al., "Lost in the Middle"): the normalised prediction contains some gold answer,
-also normalised. Exact match and token F1 are LongBench's, which are SQuAD's. ROUGE-L is the library rouge-score's
-F-measure with stemming, as CacheBlend uses it. Over several gold answers each score is the best.
+also normalised. Exact match and token F1 are LongBench's, which are SQuAD's. Over several gold answers the best score
+counts.
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ import re
 import string
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
-
-from ragcache.errors import ConfigError
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -59,20 +56,6 @@ def token_f1(prediction: str, answers: Sequence[str]) -> float:
     return max(_f1(normalise(prediction).split(), normalise(answer).split()) for answer in answers)
 
 
-def rouge_l(prediction: str, answers: Sequence[str]) -> float:
-    """Return ROUGE-L. Raises ConfigError if rouge-score is not installed."""
-    scorer = _rouge_scorer()
-    return max(float(scorer.score(answer, prediction)["rougeL"].fmeasure) for answer in answers)
-
-
 def _f1(predicted: list[str], gold: list[str]) -> float:
     shared = sum((Counter(predicted) & Counter(gold)).values())
     return 2 * shared / (len(predicted) + len(gold)) if shared else 0.0
-
-
-def _rouge_scorer() -> Any:
-    try:
-        from rouge_score.rouge_scorer import RougeScorer
-    except ImportError as error:
-        raise ConfigError("ROUGE-L needs the package rouge-score; pip install 'ragcache-kv[eval]'") from error
-    return RougeScorer(["rougeL"], use_stemmer=True)

@@ -1,4 +1,4 @@
-"""A report on a run, over everything and over each cell: means with 95 % intervals for each method, and a picture."""
+"""A report on a run, over everything and over each cell: means with 95 % intervals for each method."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from ragcache_eval.intervals import Estimate, estimate
 from ragcache_eval.journal import Score
 
 QUALITY = (
-    "score",
     "accuracy",
     "exact_match",
     "f1",
-    "rouge_l",
     "same_answer",
     "top1_first",
     "top1_answer",
@@ -127,11 +125,9 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 _TITLES = {
-    "score": "score",
     "accuracy": "accuracy",
     "exact_match": "exact match",
     "f1": "F1",
-    "rouge_l": "ROUGE-L",
     "same_answer": "same answer as full",
     "top1_first": "top-1, first token",
     "top1_answer": "top-1, answer",

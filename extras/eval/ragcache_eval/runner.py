@@ -20,9 +20,8 @@ from ragcache_eval.case import Case
 from ragcache_eval.divergence import kl_divergence, top1_agrees
 from ragcache_eval.journal import Key, Ledger, Score
 from ragcache_eval.methods import FULL, MethodSpec
-from ragcache_eval.metrics import contains_answer, exact_match, rouge_l, token_f1
+from ragcache_eval.metrics import contains_answer, exact_match, token_f1
 from ragcache_eval.reading import PromptReader, WrittenAnswer, forced_logits, write_answer
-from ragcache_eval.set_metrics import METRICS
 
 NO_PASSAGES = "no passages"
 
@@ -180,10 +179,9 @@ class Runner:
 
 def case_digest(case: Case) -> str:
     """Return 16 hex digits that name the case's content."""
-    own = [case.metric, list(case.classes)] if case.metric else []  # results from before there were any stay valid
     passages = [list(p) for p in case.passages]
     every = False  # of the answers: journals keep their names
-    return digest([case.question, passages, list(case.answers), every, *own])[:16]
+    return digest([case.question, passages, list(case.answers), every])[:16]
 
 
 def answer_scores(prediction: str, case: Case) -> dict[str, Any]:
@@ -197,8 +195,6 @@ def answer_scores(prediction: str, case: Case) -> dict[str, Any]:
         "accuracy": accuracy,
         "exact_match": exact_match(text, case.answers),
         "f1": token_f1(text, case.answers),
-        "rouge_l": rouge_l(text, case.answers),
-        **({"score": METRICS[case.metric](text, case.answers, case.classes)} if case.metric else {}),
     }
 
 

@@ -24,7 +24,7 @@ def questions(tmp_path) -> Path:
     return path
 
 
-def test_eval_writes_json_a_table_and_a_picture_and_goes_on(questions, model, tmp_path):
+def test_eval_writes_json_and_a_table_and_goes_on(questions, model, tmp_path):
     out = tmp_path / "out"
     command = ("eval", "--model", model, "--methods", "reposition,few=epic:first_tokens=2", "--data", questions)
     command += ("--out", out, "--max-tokens", "4")
@@ -38,7 +38,6 @@ def test_eval_writes_json_a_table_and_a_picture_and_goes_on(questions, model, tm
     report = json.loads((out / "own.json").read_text())
     assert {row["questions"] for row in report["rows"]} == {2}
     assert "| few | 2 |" in (out / "own.md").read_text()
-    assert (out / "own.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize(
@@ -58,8 +57,8 @@ def test_eval_names_what_it_cannot_do(model, tmp_path, questions, arguments, mes
 
 def test_eval_refuses_results_of_other_settings(model, tmp_path, questions):
     command = ("eval", "--model", model, "--methods", "full", "--data", questions, "--out", tmp_path / "out")
-    assert invoke(*command, "--max-tokens", "2", "--no-plot").exit_code == 0
-    result = invoke(*command, "--max-tokens", "3", "--no-plot")
+    assert invoke(*command, "--max-tokens", "2").exit_code == 0
+    result = invoke(*command, "--max-tokens", "3")
     assert result.exit_code == 2
     assert "made with max_tokens 2, not 3" in result.stderr
 

@@ -54,7 +54,7 @@ def test_ids_that_no_answer_may_hold_have_no_probability(tmp_path):
     base = save_tiny("gemma3", tmp_path / "base")
     oracle = oracle_model(base)
     size = oracle.config.vocab_size
-    spec = TrainedTokens("packet", first_packet_id=size, header_tokens=2)
+    spec = TrainedTokens("markers", doc_start_id=size, doc_end_id=size + 1, positions="reordered")
     rows = {id: 100 * oracle.get_input_embeddings().weight[7].detach() for id in (size, size + 1)}
     save_adapter(tmp_path / "adapter", base, spec, rows=rows)
     lm, prompt, answer = rc.load_lm(tmp_path / "adapter"), random_prompt(4), [7, 11, 5]

@@ -55,7 +55,7 @@ def add_lora(
         from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError as error:
         raise ConfigError("LoRA needs peft; install ragcache-kv[train]") from error
-    if earlier is not None and earlier.has_lora:
+    if earlier is not None:
         alpha = _same_scale(earlier, rank, alpha)
         if earlier.on_passages != on_passages:
             acts, wanted = (LORA_ON[on] for on in (earlier.on_passages, on_passages))
@@ -73,7 +73,7 @@ def add_lora(
         trainable_token_indices={embedding: added} if added else None,
     )
     adapted: nn.Module = get_peft_model(model, config)
-    if earlier is not None and earlier.has_lora:
+    if earlier is not None:
         _load_matrices(adapted, earlier)
     for layer in adapted.modules():
         own: Any = layer
@@ -170,7 +170,7 @@ def save_lora(
     config.inference_mode = True
     config.save_pretrained(out)
     lm.tokenizer.save_pretrained(out)
-    write_adapter(out, base, spec, None, lm.tokenizer, on_passages)
+    write_adapter(out, base, spec, lm.tokenizer, on_passages)
 
 
 def merge_lora(model: Any) -> Any:

@@ -1,6 +1,4 @@
-"""Files of a run beside the model: its options, its checkpoints, its log (a JSON object per line), and a plot of the
-loss if matplotlib is installed.
-"""
+"""Files of a run beside the model: its options, its checkpoints, and its log (a JSON object per line)."""
 
 from __future__ import annotations
 
@@ -91,7 +89,7 @@ def _damage(path: Path) -> str | None:
 
 
 Show = Callable[[dict[str, Any]], None]
-LOG, PLOT = "training_log.jsonl", "loss.png"
+LOG = "training_log.jsonl"
 FIELDS = ("loss", "kl", "hidden", "learning_rate", "grad_norm", "tokens", "tokens_per_s")
 """Of a line of the log, beside step, steps and seconds. tokens: that a student ran since the run began."""
 
@@ -157,31 +155,7 @@ class ProgressLog(TrainerCallback):  # type: ignore[misc]
         if self.show is not None:
             self.show(line)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if state.is_world_process_zero:
-            plot_losses(read_log(self.out), self.out / PLOT)
-
 
 def read_log(out: Path) -> list[dict[str, Any]]:
     path = out / LOG
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-
-
-def plot_losses(lines: list[dict[str, Any]], path: Path) -> None:
-    """Plot loss over steps as a PNG; do nothing if matplotlib is not installed or nothing was logged."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return
-    if not lines:
-        return
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.plot([line["step"] for line in lines], [line["loss"] for line in lines])
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss on answers")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)

@@ -1,4 +1,4 @@
-"""Ids for link tokens, markers and packets: reserved ids of the tokenizer if there are enough, else new ids.
+"""Ids for link tokens and markers: reserved ids of the tokenizer if there are enough, else new ids.
 
 A Llama 3 vocabulary gets the ids of KVLink's own code (128011 + K * slot + place, 128254, 128255), so that its
 checkpoints and this package's have the same layout.
@@ -7,8 +7,7 @@ checkpoints and this package's have the same layout.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
-from dataclasses import replace
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from ragcache.models.adapter import Adapter
 from ragcache.models.trained_tokens import LLAMA3_VOCABULARY, SECTION, TrainedTokens, grown
 from ragcache.prompt import list_controls
 
-REUSES = ("link", "markers", "none", "packet")
+REUSES = ("link", "markers", "none")
 RESERVED = re.compile(
     r"<\|?(reserved_special_token|reserved_token|reserved|unused|SPECIAL|extra|extra_id|dummy|placeholder)_?\d+\|?>"
     r"|\[unused\d+\]|\[control_\d+\]"
@@ -34,13 +33,10 @@ def choose_spec(
     link_tokens: int,
     link_slots: int,
     positions: str,
-    header_tokens: int = 0,
-    trailer_tokens: int = 0,
 ) -> TrainedTokens | None:
     """Return ids for a way of reuse; adds tokens to the tokenizer if it has too few reserved ids.
 
-    reuse: "link" (with link_tokens 0: Block-Attention, which has no ids), "markers", "packet", or "none" (None then)
-    header_tokens, trailer_tokens: of a packet around every passage ("packet", "link")
+    reuse: "link" (with link_tokens 0: Block-Attention, which has no ids), "markers", or "none" (None then)
 
     Raises ConfigError for an unknown name, or numbers out of range.
     """
@@ -51,8 +47,7 @@ def choose_spec(
     if reuse == "markers":
         start, end = _ids(tokenizer, ["<|doc_start|>", "<|doc_end|>"])
         return TrainedTokens("markers", doc_start_id=start, doc_end_id=end, positions=positions)
-    spec = TrainedTokens("packet") if reuse == "packet" else _link_spec(tokenizer, link_tokens, link_slots)
-    return _with_packet(tokenizer, spec, header_tokens, trailer_tokens)
+    return _link_spec(tokenizer, link_tokens, link_slots)
 
 
 def _link_spec(tokenizer: PreTrainedTokenizerBase, link_tokens: int, link_slots: int) -> TrainedTokens:
@@ -67,14 +62,6 @@ def _link_spec(tokenizer: PreTrainedTokenizerBase, link_tokens: int, link_slots:
     names = [f"<|link_{slot + 1}_{place + 1}|>" for slot in range(link_slots) for place in range(link_tokens)]
     *links, start, end = _ids(tokenizer, [*names, "<|kv_start|>", "<|kv_end|>"])
     return TrainedTokens("link", "isolated", link_tokens, link_slots, links[0], start, end)
-
-
-def _with_packet(tokenizer: PreTrainedTokenizerBase, spec: TrainedTokens, header: int, trailer: int) -> TrainedTokens:
-    names = [f"<|header_{n + 1}|>" for n in range(header)] + [f"<|trailer_{n + 1}|>" for n in range(trailer)]
-    if not names:
-        return spec
-    first = _ids(tokenizer, names, spec.added_ids)[0]
-    return replace(spec, first_packet_id=first, header_tokens=header, trailer_tokens=trailer)
 
 
 def _is_llama3(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -95,13 +82,13 @@ def _llama3_spec(link_tokens: int, link_slots: int) -> TrainedTokens:
     return spec
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, names: list[str], used: Collection[int] = ()) -> list[int]:
-    """Return consecutive ids, one for each name. used: reserved ids that already serve another purpose"""
+def _ids(tokenizer: PreTrainedTokenizerBase, names: list[str]) -> list[int]:
+    """Return consecutive ids, an id for each name."""
     known = tokenizer.get_vocab()
     taken = [known[name] for name in names if name in known]
     if len(taken) == len(names) and _in_a_row(taken):
         return taken  # trained before
-    reserved = _longest_run(id for id in _reserved_ids(tokenizer) if id not in used)
+    reserved = _longest_run(_reserved_ids(tokenizer))
     if len(reserved) >= len(names):
         return reserved[: len(names)]
     tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in names], special_tokens=True)

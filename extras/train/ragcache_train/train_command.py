@@ -27,8 +27,8 @@ class ReuseOptions:
         option("--data", "JSON lines (docs/training.md); may be repeated. May be left out with --store."),
     ] = None
     reuse: Annotated[
-        Literal["link", "markers", "packet", "none"],
-        option("--reuse", "KVLink (Block-Attention with --link-tokens 0), TurboRAG, KV Packet, or ordinary training."),
+        Literal["link", "markers", "none"],
+        option("--reuse", "KVLink (Block-Attention with --link-tokens 0), TurboRAG, or ordinary training."),
     ] = "link"
     recipe: Annotated[
         Literal["isolated", "prefix", "primer"], option("--recipe", "What passages are read apart behind.")
@@ -38,31 +38,6 @@ class ReuseOptions:
     positions: Annotated[Literal["reordered", "composite"], option("--positions", "Of passages between markers.")] = (
         "reordered"
     )
-
-
-@dataclass(frozen=True)
-class FrozenOptions:
-    """Training on frozen weights, which makes an adapter."""
-
-    freeze: Annotated[
-        bool, option("--freeze", "Leave the weights as they are: train the added tokens alone, without labels.")
-    ] = False
-    header_tokens: Annotated[
-        int | None, option("--header-tokens", "Trained tokens in front of each passage; 8 if not given.")
-    ] = None
-    trailer_tokens: Annotated[
-        int | None, option("--trailer-tokens", "Those behind it, in its block; 8 for packet, 0 for link if not given.")
-    ] = None
-    store: Annotated[
-        Path | None,
-        typer.Option("--store", help="Draw rows from this store's passages."),
-    ] = None
-    database: Annotated[
-        str | None,
-        typer.Option("--database", help="SQLAlchemy URL of that store's documents."),
-    ] = None
-    rows: Annotated[int, option("--rows", "Rows drawn from the store.")] = 200
-    passages: Annotated[int, option("--passages", "Passages of such a row; with distill, of any row at most.")] = 8
 
 
 @dataclass(frozen=True)
@@ -95,6 +70,16 @@ class DistillOptions:
         Path | None, option("--evaluate", "Of distill: held-out rows in --data's form, for evaluation.jsonl in --out.")
     ] = None
     evaluate_every: Annotated[int, option("--evaluate-every", "Steps between evaluations.")] = 100
+    store: Annotated[
+        Path | None,
+        typer.Option("--store", help="Of distill: draw rows from this store's passages."),
+    ] = None
+    database: Annotated[
+        str | None,
+        typer.Option("--database", help="SQLAlchemy URL of that store's documents."),
+    ] = None
+    rows: Annotated[int, option("--rows", "Rows drawn from the store.")] = 200
+    passages: Annotated[int, option("--passages", "Of distill: passages of a row at most.")] = 8
 
 
 @dataclass(frozen=True)
@@ -129,7 +114,7 @@ class ScheduleOptions:
     batch_size: Annotated[int | None, option("--batch-size", "Rows of a batch at most.")] = None
     accumulate: Annotated[int, option("--accumulate", "Batches of one step.")] = 1
     learning_rate: Annotated[
-        float | None, option("--learning-rate", "1e-5 if not given, 2e-4 with LoRA, 2e-2 if frozen.")
+        float | None, option("--learning-rate", "1e-5 if not given, 1e-4 with distill, 2e-4 with LoRA.")
     ] = None
     warmup: Annotated[float, option("--warmup", "Share of the steps over which the learning rate rises.")] = 0.03
     lora_rank: Annotated[int, option("--lora-rank", "Rank of LoRA's matrices; 0 trains all weights.")] = 0
@@ -167,15 +152,14 @@ class RunOptions:
 def train(
     reuse: ReuseOptions,
     distill: DistillOptions,
-    frozen: FrozenOptions,
     mixture: MixtureOptions,
     schedule: ScheduleOptions,
     run: RunOptions,
     as_json: Json = False,
 ) -> None:
-    """Train a model for reuse: passages read apart, joined by link tokens, markers, packets or nothing.
+    """Train a model for reuse: passages read apart, joined by link tokens, markers or nothing.
 
-    The result is a Hugging Face directory, or with --freeze or --lora-rank an adapter, that every command takes as
+    The result is a Hugging Face directory, or with --lora-rank an adapter, that every command takes as
     --model.
     """
     try:
@@ -185,7 +169,7 @@ def train(
         raise ConfigError(f"training needs {error.name}; install ragcache-kv[train]") from error
     report_warnings()
     hide_bars_in_pipes()
-    groups = (reuse, distill, frozen, mixture, schedule, run)
+    groups = (reuse, distill, mixture, schedule, run)
     given: dict[str, Any] = {name: value for group in groups for name, value in vars(group).items()}
     given["data"] = tuple(reuse.data or ())
     given["mixture"] = _mixture(given.pop("mix"))

@@ -19,10 +19,7 @@ LEARNING_RATES = {False: 1e-5, True: 2e-4}  # full fine-tuning, LoRA
 OBJECTIVES = ("labels", "distill")
 LORA_ON = ("all", "passages")
 DISTILL_RATE = 1e-4  # all weights; the teacher's distribution says more of a token than its label does
-FROZEN_RATE = 2e-2  # rows of added ids, whose scale no other weight shares
-DISTILL_BETA2 = 0.98
-FROZEN_BETA2 = 0.98  # of Adam: rows grow and their gradients fall a thousandfold, faster than 1,000 steps forget
-PACKETS = {"packet": (8, 8), "link": (8, 0)}  # tokens before a passage and after it, on frozen weights
+DISTILL_BETA2 = 0.98  # of Adam
 DEFAULT_MAX_TOKENS = 4096  # the paper's A.1
 
 
@@ -30,12 +27,12 @@ DEFAULT_MAX_TOKENS = 4096  # the paper's A.1
 class TrainOptions:
     """Options of a training run.
 
-    model:           bundled name, directory or hub id of the model to start from, or an adapter, which frozen weights
-                     and LoRA train further
+    model:           bundled name, directory or hub id of the model to start from, or an adapter, which LoRA trains
+                     further
     data:            files of JSON lines (ragcache_train.train_rows); may be empty if a store is given
     out:             directory of the trained model, its checkpoints and its log
-    reuse:           "link" (KVLink; Block-Attention with link_tokens 0), "markers" (TurboRAG), "packet" (KV Packet, on
-                     frozen weights always) or "none" (ordinary fine-tuning in standard encoding)
+    reuse:           "link" (KVLink; Block-Attention with link_tokens 0), "markers" (TurboRAG) or "none" (ordinary
+                     fine-tuning in standard encoding)
     objective:       "labels", or "distill": the divergence from a frozen teacher that reads all passages as a single
                      text, along every token after them, and the relative error of hidden states there
     recipe:          how passages are encoded apart: "isolated", "prefix" or "primer"
@@ -47,18 +44,14 @@ class TrainOptions:
                      hidden_weight=0. Rows that are drawn anew in each epoch are found again only with keep_order
     link_rate:       of "distill": learning rate of the added tokens' embeddings; None: ten times that of the weights
     evaluate:        of "distill": file of held-out rows with answers, read every `evaluate_every` steps
-    freeze:          leave the weights unchanged and train only the embeddings of the added ids, by the divergence
-                     from the model's own full prefill; the result is an adapter. Rows need no answers, nor questions
-    header_tokens, trailer_tokens: before and after each passage, part of its block, on frozen weights; None:
-                     as in PACKETS
-    store:           draw `rows` rows of `passages` neighbouring passages from this store, without labels. With
-                     "distill" other rows, too, have a random number of passages, at most this many
+    store:           of "distill": draw `rows` rows of `passages` neighbouring passages from this store, without
+                     labels. Other rows, too, have a random number of passages, at most this many
     database:        SQLAlchemy URL of its documents; None: in its directory. Not written down: it may hold a
                      password
     link_tokens:     K, after each passage; link_slots: passages that have their own link tokens
     positions:       of markers: "reordered" or "composite"
     separate_share:  share of "qa" rows whose passages are encoded separately; the others in standard encoding. All are
-                     where weights are frozen or LoRA acts on passages alone
+                     where LoRA acts on passages alone
     mixture:         share of each kind of row; None: as the data has them
     shuffle_passages: put the passages of "qa" rows in another order each epoch
     system, question_format, segment_tokens: see EncodingOptions; max_tokens: longest sequence, link tokens not counted;
@@ -67,7 +60,7 @@ class TrainOptions:
     minutes:         the run ends after this time, unless its steps end earlier; the learning rate then falls with the
                      time. The minutes before a run was resumed count
     batch_tokens, batch_size: tokens and rows of a batch at most; accumulate: batches per step
-    learning_rate:   None: 1e-5, or 2e-4 with LoRA, or 2e-2 on frozen weights
+    learning_rate:   None: 1e-5, or 2e-4 with LoRA, or 1e-4 for "distill" of all weights
     warmup:          share of the steps over which the learning rate rises; it falls to 0 linearly after that
     lora_rank:       0: train all weights; else the rank of LoRA's matrices: the result is an adapter with them
     lora_on:         tokens that the matrices act on: "all", or with "distill" those of "passages" read apart, so that
@@ -77,8 +70,8 @@ class TrainOptions:
     resume:          go on from the last checkpoint in `out`
     device:          "auto" (see `load_lm`), "cuda", "cpu", ...
     dtype:           of the weights while training; save_dtype: of the saved ones; None: as the model was saved
-    precision:       of the passes: "float32" or "bfloat16" (mixed precision; frozen weights are bfloat16 themselves);
-                     None: bfloat16 on a GPU
+    precision:       of the passes: "float32" or "bfloat16" (mixed precision; weights beside an adapter are bfloat16
+                     themselves); None: bfloat16 on a GPU
     compile:         the model's layers, on the first batch; None: on a GPU
     """
 
@@ -95,9 +88,6 @@ class TrainOptions:
     link_rate: float | None = None
     evaluate: str | Path | None = None
     evaluate_every: int = 100
-    freeze: bool = False
-    header_tokens: int | None = None
-    trailer_tokens: int | None = None
     store: str | Path | None = None
     database: str | None = None
     rows: int = 200
@@ -139,7 +129,6 @@ class TrainOptions:
     def __post_init__(self) -> None:
         """Raise ConfigError naming the option that is out of range."""
         self.batches()
-        self._check_frozen()
         self._check_distill()
         check_least("steps", 1 if self.steps is None else self.steps, 1)
         if not self.epochs > 0:
@@ -180,10 +169,9 @@ class TrainOptions:
             raise ConfigError(
                 "reuse is 'none', which reads no passages apart; leave objective and recipe out, or give reuse='link'"
             )
-        if self.distills and self.is_frozen:
-            raise ConfigError("objective='distill' trains weights and freeze, or reuse='packet', none; leave one out")
         given = {
             "teacher": self.teacher,
+            "store": self.store,
             "link_rate": self.link_rate,
             "evaluate": self.evaluate,
             "keep_logits": self.keep_logits,
@@ -200,32 +188,10 @@ class TrainOptions:
                 f"hidden_weight is {self.hidden_weight}, and keep_logits keeps no hidden states; set hidden_weight=0, "
                 "or leave keep_logits out"
             )
-        if self.link_rate is not None and not self.link_rate > 0:
-            raise ConfigError(f"link_rate is {self.link_rate}; it must be more than 0")
-
-    def _check_frozen(self) -> None:
-        if not self.is_frozen:
-            if self.header_tokens is not None or self.trailer_tokens is not None:
-                raise ConfigError("header_tokens and trailer_tokens go with frozen weights; add freeze")
-            if self.store is not None and not self.distills:
-                raise ConfigError("store must go with objective='distill', or go with frozen weights; add freeze")
-            return
         if self.database is not None and self.store is None:
             raise ConfigError("database is that of a store; add store")
-        if self.reuse not in PACKETS:
-            raise ConfigError(f"reuse is {self.reuse!r}; frozen weights can be trained for {' or '.join(PACKETS)}")
-        if self.lora_rank:
-            raise ConfigError(f"lora_rank is {self.lora_rank} and the weights are frozen; leave one of the two out")
-        if self.reuse == "link" and not self.link_tokens:
-            raise ConfigError("link_tokens is 0, which leaves nothing to train on frozen weights; try reuse='packet'")
-        for name, count in zip(("header_tokens", "trailer_tokens"), self.packet, strict=True):
-            check_least(name, count, 0)
-        if self.reuse == "packet" and not any(self.packet):
-            raise ConfigError("header_tokens and trailer_tokens are 0, which leaves nothing to train")
-
-    @property
-    def is_frozen(self) -> bool:
-        return self.freeze or self.reuse == "packet"
+        if self.link_rate is not None and not self.link_rate > 0:
+            raise ConfigError(f"link_rate is {self.link_rate}; it must be more than 0")
 
     @property
     def distills(self) -> bool:
@@ -241,18 +207,9 @@ class TrainOptions:
         chosen = "passages" if self.distills and not self.merge else "all"
         return self.lora_rank > 0 and (self.lora_on or chosen) == "passages"
 
-    @property
-    def packet(self) -> tuple[int, int]:
-        """Return the tokens of a passage's header and trailer."""
-        header, trailer = PACKETS.get(self.reuse, (0, 0)) if self.is_frozen else (0, 0)
-        return (
-            header if self.header_tokens is None else self.header_tokens,
-            trailer if self.trailer_tokens is None else self.trailer_tokens,
-        )
-
     def batches(self) -> BatchOptions:
-        always = self.is_frozen or self.lora_on_passages  # a row that is read as a single text would teach nothing
-        share = 1.0 if always else self.separate_share
+        # A row that is read as a single text would teach matrices that act on passages alone nothing.
+        share = 1.0 if self.lora_on_passages else self.separate_share
         return BatchOptions(self.batch_tokens, self.batch_size, share, self.mixture, self.most)
 
     @property
@@ -278,12 +235,11 @@ class TrainOptions:
         return device.startswith("cuda") if self.precision is None else self.precision == "bfloat16"
 
     def weights_dtype(self, device: str) -> str:
-        """Return the dtype of the weights while training: frozen weights need only the precision of the passes.
+        """Return the dtype of the weights while training: beside an adapter they need only the passes' precision.
 
         If LoRA's matrices are merged into the weights, the weights are saved, and keep their precision.
         """
-        stay = self.is_frozen or self.makes_lora_adapter
-        return "bfloat16" if stay and self.runs_bfloat16(device) else self.dtype
+        return "bfloat16" if self.makes_lora_adapter and self.runs_bfloat16(device) else self.dtype
 
     def compiles(self, device: str) -> bool:
         """Return whether the model's layers are compiled."""
@@ -291,8 +247,7 @@ class TrainOptions:
 
     @property
     def rate(self) -> float:
-        own = FROZEN_RATE if self.is_frozen else LEARNING_RATES[self.lora_rank > 0]
-        own = DISTILL_RATE if self.distills and not self.lora_rank else own
+        own = DISTILL_RATE if self.distills and not self.lora_rank else LEARNING_RATES[self.lora_rank > 0]
         return own if self.learning_rate is None else self.learning_rate
 
     @property
@@ -309,7 +264,7 @@ class TrainOptions:
     @property
     def beta2(self) -> float:
         """Decay of Adam's mean of squared gradients."""
-        return FROZEN_BETA2 if self.is_frozen else DISTILL_BETA2 if self.distills else 0.999
+        return DISTILL_BETA2 if self.distills else 0.999
 
     def to_json(self) -> dict[str, Any]:
         """Return the options as JSON, for the file beside the checkpoints."""

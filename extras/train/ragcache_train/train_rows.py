@@ -2,7 +2,7 @@
 
     {"type": "qa", "passages": [TEXT or {"title": T, "text": TEXT}, ...], "question": Q, "answer": A}
     {"type": "qa", "passages": [...], "questions": [{"question": Q, "answer": A}, ...]}
-    {"type": "qa", "passages": [...]}   on frozen weights: the model asks and answers (`ragcache_train/own_answers.py`)
+    {"type": "qa", "passages": [...]}   distilled: the model asks and answers (`ragcache_train/own_answers.py`)
     {"type": "chat", "messages": [{"role": "system" | "user" | "assistant", "content": TEXT}, ...]}
     {"type": "summary", "text": TEXT, "summary": TEXT}
     {"type": "instruction", "instruction": TEXT, "input": TEXT, "output": TEXT}
@@ -12,7 +12,7 @@ All but "text" may have a "system" text, "qa" may say `"shuffle": false` (its pa
 have its own "instruction", and "id" and other fields are ignored. A line that cannot be used is named and left
 out; a file without a usable line is an error.
 
-For training on frozen weights rows may also come from a store (`store_rows`).
+For distillation rows may also come from a store (`store_rows`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Train a model for reuse: data, ids and masks handed to transformers' Trainer.
 
-A run trains all weights, LoRA's matrices, or on frozen weights the rows of added ids: a `Way`.
+A run trains all weights or LoRA's matrices, by labels or by a teacher: a `Way`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from ragcache.models.load import DTYPES, base_of, load_lm
 from ragcache.models.machine import find_device
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_train.distill import Distillation, Evaluation, check_teacher, train_layers
-from ragcache_train.frozen import divergence_loss, freeze, keep_passages, save_frozen
 from ragcache_train.kept_logits import KeptLogits
 from ragcache_train.lora import add_lora, known_warnings_ignored, merge_lora, save_lora
 from ragcache_train.masked_pass import BLOCK, NAME, answer_loss, register
@@ -181,10 +180,7 @@ def train(options: TrainOptions, show: Show | None = None) -> TrainReport:
     held_out = _held_out(options, lm) if options.evaluate is not None else []
     for line in (bad := [*bad, *unfit]):
         logger.warning("%s; the line is left out", line)
-    if options.is_frozen:
-        way = on_frozen_weights(lm, spec, encoded, options, out, earlier)
-    else:
-        way = on_weights(lm, spec, encoded, options, out, earlier)
+    way = choose_way(lm, spec, encoded, options, out, earlier)
     log = ProgressLog(out, show, None if options.minutes is None else 60 * options.minutes)
     trainer = _trainer(options, way, encoded, spec, log, device)
     if isinstance(way.loss, Distillation) and held_out:
@@ -200,17 +196,8 @@ def train(options: TrainOptions, show: Show | None = None) -> TrainReport:
 
 
 def _load(options: TrainOptions, device: str) -> tuple[LanguageModel, Adapter | None]:
-    """Load the model to start from, and an adapter that is trained further.
-
-    Of the adapter its rows go on, and LoRA's matrices if these are trained.
-    """
-    goes_on = options.is_frozen or options.lora_rank
-    earlier = Adapter.find(resolve(options.model)) if goes_on else None
-    if earlier is not None and earlier.has_lora and options.is_frozen:
-        raise ConfigError(
-            f"{options.model} is an adapter with LoRA's matrices, and frozen weights go on from rows alone; train with "
-            "lora_rank, or write the whole model with merge first and freeze that"
-        )
+    """Load the model to start from, and an adapter whose rows and matrices LoRA trains further."""
+    earlier = Adapter.find(resolve(options.model)) if options.lora_rank else None
     name = options.model if earlier is None else earlier.base.name
     lm = load_lm(name, dtype=options.weights_dtype(device), device=device, packed=False)
     files = checkpoint_digest(resolve(name))
@@ -232,7 +219,7 @@ def _read(options: TrainOptions) -> tuple[list[DataRow], list[BadLine]]:
         drawn = store_rows(options.store, **form, database=options.database)
     if drawn and not options.data:
         return drawn, []
-    rows, bad = read_rows(options.data, unlabelled=options.is_frozen or options.distills)
+    rows, bad = read_rows(options.data, unlabelled=options.distills)
     return [*rows, *drawn], bad
 
 
@@ -242,16 +229,12 @@ def _encode(
     """Return rows as ids, the way of reuse with its ids, and lines that cannot be used."""
     form = options.encoding(lm.max_positions)
     filled: Sequence[DataRow | BadLine] = rows
-    if options.is_frozen or options.distills:
+    if options.distills:
         filled = OwnAnswers(lm, Path(options.out) / FILE, form, options.seed).fill(rows)
-    added = options.link_tokens, options.link_slots, options.positions, *options.packet
-    spec = choose_spec(lm.tokenizer, options.reuse, *added)
+    spec = choose_spec(lm.tokenizer, options.reuse, options.link_tokens, options.link_slots, options.positions)
     encoded, unfit = encode_rows(RowEncoder(lm.tokenizer, form), filled)
-    if options.is_frozen:
-        encoded, idle = keep_passages(encoded)
-        unfit += idle
-    elif options.distills:
-        keep_passages(encoded)  # raises if there is no row to learn from; the others leave the model unchanged
+    if options.distills:
+        _read_apart(encoded)  # raises if there is no row to learn from; the others leave the model unchanged
         encoded = [row._replace(asks=[ask.learned for ask in row.asks]) for row in encoded]
     _check_slots([row for row in encoded if options.most is None or not row.shuffle], spec)
     encoded = _with_primer(encoded, options, lm)
@@ -262,7 +245,18 @@ def _held_out(options: TrainOptions, lm: LanguageModel) -> list[EncodedRow]:
     """Return the rows to evaluate on, whole and in their order. Raises ConfigError where none has passages."""
     rows, bad = read_rows((str(options.evaluate),))
     encoded, _ = encode_rows(RowEncoder(lm.tokenizer, options.encoding(lm.max_positions)), [*rows, *bad])
-    return _with_primer(keep_passages(encoded)[0], options, lm)
+    return _with_primer(_read_apart(encoded), options, lm)
+
+
+def _read_apart(rows: Sequence[EncodedRow]) -> list[EncodedRow]:
+    """Return the rows whose passages are read apart. Raises ConfigError if there is none."""
+    kept = [row for row in rows if row.chunks and row.apart is not False]
+    if not kept:
+        raise ConfigError(
+            f"no line of the data can be used: {rows[0].where} has no passages to read apart, from which alone a model "
+            "learns to do so; give lines of type qa"
+        )
+    return kept
 
 
 def _with_primer(rows: Sequence[EncodedRow], options: TrainOptions, lm: LanguageModel) -> list[EncodedRow]:
@@ -328,7 +322,7 @@ def _arguments(options: TrainOptions, out: Path, device: str, steps: int) -> Tra
         save_steps=options.save_every,
         save_total_limit=options.keep_checkpoints,
         logging_steps=options.log_every,
-        bf16=options.runs_bfloat16(device) and not options.is_frozen,  # nothing of a frozen model is float32
+        bf16=options.runs_bfloat16(device),
         use_cpu=not on_gpu,
         dataloader_pin_memory=on_gpu,
         dataloader_num_workers=LOADERS if on_gpu else 0,
@@ -367,7 +361,7 @@ class Way(NamedTuple):
     measured: Callable[[], dict[str, float]] = dict
 
 
-def on_weights(
+def choose_way(
     lm: LanguageModel,
     spec: TrainedTokens | None,
     rows: Sequence[EncodedRow],
@@ -375,7 +369,7 @@ def on_weights(
     out: Path,
     earlier: Adapter | None,
 ) -> Way:
-    """Train all weights, and a Hugging Face directory comes out, or LoRA's matrices, and an adapter does.
+    """Return how all weights are trained, into a Hugging Face directory, or LoRA's matrices, into an adapter.
 
     earlier: the adapter that LoRA goes on from; its base is `lm`
     """
@@ -448,28 +442,6 @@ def _distillation(
         kept = KeptLogits(Path(options.keep_logits), str(checkpoint_digest(resolve(name))))
     mixed = options.runs_bfloat16(str(lm.device))
     return Distillation(teacher, lm.rope, options.hidden_weight, mixed, options.damage_weight, kept)
-
-
-def on_frozen_weights(
-    lm: LanguageModel,
-    spec: TrainedTokens | None,
-    rows: Sequence[EncodedRow],
-    options: TrainOptions,
-    out: Path,
-    earlier: Adapter | None,
-) -> Way:
-    """Train the rows of the added ids; the result is an adapter. Raises ConfigError if there are no added ids.
-
-    earlier: the adapter that is trained further; its base is `lm`
-    """
-    if spec is None or not spec.added_ids:
-        raise ConfigError(f"reuse {options.reuse!r} adds no ids, which leaves nothing to train on frozen weights")
-    _prepare(lm, options)
-    lm.model.train(options.checkpointing)  # transformers recomputes activations in training mode alone
-    model = freeze(lm, spec, rows[0].prefix, options.seed, earlier)
-    save = partial(save_frozen, model, lm, _base(lm), spec, out)
-    loss = partial(divergence_loss, rope=lm.rope)
-    return Way(model, lm.model, DrawnPairs(rows, spec, options.shuffle_passages), collate_pairs, loss, save)
 
 
 def _prepare(lm: LanguageModel, options: TrainOptions) -> None:

@@ -376,7 +376,8 @@ def test_unusable_input_is_refused_by_name(options, base, tmp_path):
             held["model"]["vocab"] = {k: v for k, v in held["model"]["vocab"].items() if v < 200}
             (tmp_path / family / "tokenizer.json").write_text(json.dumps(held))
         refused(match, teacher=other)
-    refused("freeze", freeze=True)
+    refused("store goes with objective='distill'", objective="labels", store="kb")
+    refused("rows is 0", rows=0)
     refused("reuse is 'none'", reuse="none")
     refused("teacher goes with objective='distill'", objective="labels", teacher=base)
     refused("hidden_weight is -1", hidden_weight=-1.0)

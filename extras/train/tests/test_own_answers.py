@@ -164,7 +164,7 @@ def test_rows_of_a_store_whose_documents_are_in_another_database(open_kb, base, 
         store_rows(tmp_path / "kb", rows=1, passages=4, seed=0)
     out = tmp_path / "out"
     options = TrainOptions(
-        model=base, data=(), out=out, reuse="packet", store=tmp_path / "kb", database=url, steps=1, device="cpu"
+        base, (), out, objective="distill", store=tmp_path / "kb", database=url, steps=1, device="cpu"
     )
     assert train(options).rows == 1
     assert "sqlite" not in (out / "training_options.json").read_text(), "a URL may hold a password"
@@ -175,23 +175,26 @@ def test_rows_of_a_store_whose_documents_are_in_another_database(open_kb, base, 
 @pytest.mark.slow
 def test_a_run_over_a_store_needs_no_data_and_resumes_with_the_same_rows(base, store, tmp_path):
     options = TrainOptions(
-        base, (), tmp_path / "out", "packet", store=store, rows=3, passages=3, batch_tokens=900, steps=2, device="cpu"
-    )
+        base, (), tmp_path / "out", objective="distill", store=store, rows=3, passages=3, batch_tokens=900, steps=2,
+        device="cpu",
+    )  # fmt: skip
     report = train(options)
     assert (report.rows, report.steps) == (3, 2)
     made = (tmp_path / "out" / FILE).read_text()
     assert len(made.splitlines()) == 3
     train(replace(options, resume=True))
     assert (tmp_path / "out" / FILE).read_text() == made
-    assert rc.load_lm(tmp_path / "out").default_method == "packet"
+    assert rc.load_lm(tmp_path / "out").default_method == "link"
 
 
 @pytest.mark.slow
 def test_data_and_a_store_go_together(base, store, tmp_path):
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps({"type": "qa", "passages": list(PASSAGES), "question": "Who?"}) + "\n")
-    options = TrainOptions(base, (data,), tmp_path / "out", "packet", store=store, rows=2, passages=2, device="cpu")
+    options = TrainOptions(
+        base, (data,), tmp_path / "out", objective="distill", store=store, rows=2, passages=2, device="cpu"
+    )
     assert train(replace(options, steps=1, batch_tokens=900)).rows == 3
     assert len(read_rows([data], unlabelled=True)[0]) == 1
     with pytest.raises(ConfigError, match=r"no usable line.*'answer'"):
-        train(replace(options, reuse="link", store=None, out=tmp_path / "labelled", steps=1))
+        train(replace(options, objective="labels", store=None, out=tmp_path / "labelled", steps=1))

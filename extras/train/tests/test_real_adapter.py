@@ -41,9 +41,7 @@ def adapter_of(tensors: Path, base: Path, out: Path) -> Path:
     lora.base_model_name_or_path = str(base)
     lora.save_pretrained(out)
     sizes = config["num_hidden_layers"], config["hidden_size"], config["vocab_size"]
-    write_adapter(
-        out, Base(str(base), str(checkpoint_digest(str(base))), *sizes, len(tokenizer)), spec, None, tokenizer
-    )
+    write_adapter(out, Base(str(base), str(checkpoint_digest(str(base))), *sizes, len(tokenizer)), spec, tokenizer)
     return out
 
 

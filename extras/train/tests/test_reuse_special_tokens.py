@@ -89,9 +89,7 @@ def test_llama_3_gets_the_ids_of_the_authors_code():
 def test_the_second_stage_finds_the_ids_of_the_first(make):
     """Rows of the first stage are kept where the section is the same; a Llama 3 vocabulary has grown meanwhile."""
     tokenizer = llama3_tokenizer() if make is None else make()
-    first, second = (
-        choose_spec(tokenizer, "link", 2, 3, "reordered", header_tokens=8, trailer_tokens=8) for _ in range(2)
-    )
+    first, second = (choose_spec(tokenizer, "link", 2, 3, "reordered") for _ in range(2))
     assert first == second
     assert first.first_link_id == 128011 or make is not None
 
@@ -162,16 +160,16 @@ def test_a_checkpoint_that_was_trained_before_keeps_its_rows():
 
 
 def test_ids_that_stand_for_the_same_keep_their_rows():
-    """A packet is added to links, then it is shorter: link tokens stay, and so do the packet's first."""
-    model, links = tiny(True), TrainedTokens("link", "isolated", 2, 3, 199, 205, 206)
-    prepare_model(model, links, 1)
+    """A slot is added and taken away: the link tokens of the other slots stay, and so do those around all passages."""
+    model, many = tiny(True), TrainedTokens("link", "isolated", 2, 3, 199, 205, 206)
+    few = replace(many, link_slots=2)
+    prepare_model(model, few, 1)
     before = model.get_input_embeddings().weight.detach().clone()
-    many = replace(links, first_packet_id=207, header_tokens=4)
     prepare_model(model, many, 2)
-    with_packet = model.get_input_embeddings().weight.detach().clone()
-    assert torch.equal(with_packet[:207], before)
-    prepare_model(model, replace(many, header_tokens=2), 3)
-    assert torch.equal(model.get_input_embeddings().weight, with_packet)
+    with_slot = model.get_input_embeddings().weight.detach().clone()
+    assert torch.nonzero((with_slot != before).any(1)).flatten().tolist() == [203, 204]
+    prepare_model(model, few, 3)
+    assert torch.equal(model.get_input_embeddings().weight, with_slot)
 
 
 def test_ids_that_stand_for_something_else_start_anew():

@@ -103,8 +103,6 @@ WAYS = {
     "merged lora": {"lora_rank": 2, "merge": True},
     "lora": {"lora_rank": 3},
     "accumulate": {"accumulate": 2},
-    "frozen link": {"freeze": True},
-    "packet": {"reuse": "packet", "accumulate": 2},
 }
 
 

@@ -7,8 +7,6 @@
                                                      the namespace
     StoredPrefixes  the same KV of plain text, on    a hash of generation, namespace  foreign_cache, with the passages
                     disk                             and all tokens so far            from elsewhere
-    WholeStore      KV of all passages in a row, as  its tokens, under a salt of its  foreign_cache
-                    one block on disk                own
     SharedPrefixes  contexts placed from blocks      salt, method, passages in order  half of prefix_bytes, lent by the
                                                                                       PrefixCache; in use: answer_bytes
     PassageFinder   hashes of the passages' tokens,  the prompt's tokens              32 bytes a passage
@@ -22,7 +20,6 @@ All of them follow one `Generation`. After a change of documents, or when passag
 
     PrefixCache     loses KV of deleted passages, and of text that may quote them: `Prefixes.invalidate`
     StoredPrefixes  finds nothing of an earlier generation, which the next writer deletes: `KVStore.drop_prefixes`
-    WholeStore      reads other tokens; its blocks are deleted like StoredPrefixes'
     SharedPrefixes  loses everything: `SharedPrefixes.clear`
     PassageFinder   indexes new passages; reads each passage that it finds from SQL, where deleted ones are missing
     Learner         `KVStore.unlearn` deletes pieces that quote deleted text; what was seen counts as unseen
