@@ -39,6 +39,7 @@ from ragcache.models.attention_kernels import (
     additive,
     attend,
     attend_last,
+    attend_own,
     attend_part,
     attention_weights,
     has_kernel,
@@ -358,6 +359,8 @@ def _attend_encoded(query: Tensor, key: Tensor, value: Tensor, window: int | Non
     windowed = window is not None and length > window
     if length == num_tokens and not windowed:
         return attend(query, key, value, None, True, scoring)
+    if not windowed and (own := attend_own(query, key, value, scoring)) is not None:
+        return own.complete(scoring.sinks, query.dtype)
     positions = torch.arange(length, device=key.device)
     mask = visible(positions[-num_tokens:], positions, window if windowed else None)
     return attend(query, key, value, additive(mask, query.dtype), False, scoring)

@@ -56,8 +56,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
         return attend_explicitly(query, key, value, mask, causal, scoring)
     if mask is None and not causal and has_kernel(key, value, scoring):
         return _attend_folded(query, key, value, scoring.scaling)[0].to(query.dtype)
-    if mask is None and causal and (attended := attend_on_cpu(query, key, value, query.shape[2], scoring.scaling)):
-        return attended[0].to(query.dtype)
+    if mask is None and causal and (own := attend_own(query, key, value, scoring)) is not None:
+        return own.out.to(query.dtype)
     grouped = query.shape[1] != key.shape[1]
     if type(mask) is Tensor and mask.dim() == 3:
         mask = mask.repeat_interleave(query.shape[1] // key.shape[1], 0)[None]
@@ -102,6 +102,14 @@ def has_kernel(key: Tensor, value: Tensor, scoring: Scoring) -> bool:
     return no_changes and key.device.type == "cpu" and key.shape[3] == value.shape[3]
 
 
+def attend_own(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> PartialAttention | None:
+    """Compute `attend_last` in a single part, by our own kernel; None where it is not available."""
+    attended = None
+    if has_kernel(key, value, scoring):
+        attended = attend_on_cpu(query, key, value, query.shape[2], scoring.scaling)
+    return None if attended is None else PartialAttention(*attended)
+
+
 def attend_last(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> PartialAttention:
     """Compute the attention of the last keys' own tokens, each of which sees all keys up to its own; see `attend_part`.
 
@@ -110,10 +118,8 @@ def attend_last(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> 
     """
     if query.shape[2] == 1:
         return attend_part(query, key, value, False, scoring)
-    if has_kernel(key, value, scoring) and (
-        attended := attend_on_cpu(query, key, value, query.shape[2], scoring.scaling)
-    ):
-        return PartialAttention(*attended)
+    if (attended := attend_own(query, key, value, scoring)) is not None:
+        return attended
     earlier = key.shape[2] - query.shape[2]
     own = attend_part(query, key[:, :, earlier:], value[:, :, earlier:], True, scoring)
     if not earlier:

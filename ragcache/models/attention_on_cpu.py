@@ -36,31 +36,36 @@ def attend_on_cpu(
 ) -> tuple[Tensor, Tensor] | None:
     """Compute softmax(q k^T * scaling) v and the logarithm of the softmax's denominator, without a mask.
 
-    query: [1, num_heads, num_rows, head_dim]; key, value: [1, num_kv_heads, length, head_dim]
+    query: [batch, num_heads, num_rows, head_dim]; key, value: [batch, num_kv_heads, length, head_dim]
     num_own: 0: every row sees every key; else the number of rows, whose own keys are the last ones: each row sees the
              keys up to its own
 
-    Returns float32 [1, num_heads, num_rows, head_dim] and [1, num_heads, num_rows]; None if the kernel does not support
-    these tensors, or is not available.
+    Returns float32 [batch, num_heads, num_rows, head_dim] and [batch, num_heads, num_rows]; None if the kernel does
+    not support these tensors, or is not available.
     """
     batch, num_heads, num_rows, width = query.shape
     num_kv_heads, length = key.shape[1:3]
     is_supported = (
         query.dtype == key.dtype == value.dtype == torch.bfloat16
         and query.device.type == "cpu"
-        and batch == 1
         and length > 0
         and value.shape[3] == width
         and width % 16 == 0
-        and key.stride()[2:] == value.stride()[2:] == (width, 1)
+        and all(_is_in_rows(tensor) for tensor in (key, value))
         and not torch.is_grad_enabled()
     )
     if not is_supported or (library := prepare()) is None:
         return None
-    folded = query.reshape(num_kv_heads, -1, width).contiguous()
-    out = torch.empty(1, num_heads, num_rows, width)
-    lse = torch.empty(1, num_heads, num_rows)
+    folded = query.reshape(batch * num_kv_heads, -1, width).contiguous()
+    out = torch.empty(batch, num_heads, num_rows, width)
+    lse = torch.empty(batch, num_heads, num_rows)
     pointers = [tensor.data_ptr() for tensor in (folded, key, value, out, lse)]
-    sizes = (num_kv_heads, folded.shape[1], length, width, num_own, key.stride(1), value.stride(1))
+    sizes = (len(folded), folded.shape[1], length, width, num_own, key.stride(1), value.stride(1))
     library.ragcache_attend(*pointers, *sizes, scaling)
     return out, lse
+
+
+def _is_in_rows(tensor: Tensor) -> bool:
+    """Return whether a head's tokens follow each other, and all heads of the batch are at equal distances."""
+    batch, num_heads, _, width = tensor.shape
+    return tensor.stride()[2:] == (width, 1) and (batch == 1 or tensor.stride(0) == num_heads * tensor.stride(1))

@@ -8,6 +8,7 @@ import torch
 
 from ragcache import native
 from ragcache.models import attention_on_cpu
+from ragcache.models.attention import _attend_encoded
 from ragcache.models.attention_kernels import Scoring, attend, attend_last, attend_part
 from ragcache.models.attention_on_cpu import attend_on_cpu, prepare
 
@@ -75,8 +76,25 @@ def test_a_row_is_the_same_whoever_is_beside_it():
 
 @needs_kernel
 @torch.inference_mode()
+def test_a_batch_is_its_rows():
+    """Also of keys that are no single tensor's rows, which the kernel does not take."""
+    rows = [inputs(5, 90) for _ in range(2)]
+    rows[1] = [tensor.flip(2) for tensor in rows[1]]
+    together = [torch.cat(tensors) for tensors in zip(*rows, strict=True)]
+    found, lse = attend_on_cpu(*together, 5, 0.2)
+    for number, row in enumerate(rows):
+        alone = attend_on_cpu(*(tensor.contiguous() for tensor in row), 5, 0.2)
+        assert torch.equal(found[number], alone[0][0])
+        assert torch.equal(lse[number], alone[1][0])
+    query, key, value = together
+    assert attend_on_cpu(query, key.transpose(1, 2).contiguous().transpose(1, 2), value, 5, 0.2) is None
+    assert attend_on_cpu(query, torch.cat([key, key], 1)[:, :2], value, 5, 0.2) is None
+
+
+@needs_kernel
+@torch.inference_mode()
 def test_every_unmasked_path_takes_it(monkeypatch):
-    """Attention to all keys, by parts, over a cache's end, and from the first token on."""
+    """Attention to all keys, by parts, over a cache's end, after a prefix, and from the first token on."""
     query, key, value = inputs(4, 30)
     taken = []
     kernel = attention_on_cpu.prepare().ragcache_attend
@@ -88,15 +106,16 @@ def test_every_unmasked_path_takes_it(monkeypatch):
         (attend(query, key, value, None, False, scoring), (key, value), 0),
         (attend_part(query, key, value, False, scoring).out, (key, value), 0),
         (attend_last(query, key, value, scoring).out, (key, value), 4),
+        (_attend_encoded(query, key, value, None, scoring), (key, value), 4),
         (attend(query, *own, None, True, scoring), own, 4),
     ):
         expected = by_hand(query, keys, values, num_own, 0.3)[0]
         np.testing.assert_allclose(found.float().numpy(), expected, atol=0.02)
-    assert len(taken) == 4
+    assert len(taken) == 5
     attend(query.float(), key.float(), value.float(), None, False, scoring)
     with torch.inference_mode(False), torch.enable_grad():
         attend_part(query, key, value, False, scoring)
-    assert len(taken) == 4, "float32 and training are PyTorch's"
+    assert len(taken) == 5, "float32 and training are PyTorch's"
 
 
 def test_without_a_compiler_pytorch_computes(monkeypatch, tmp_path, caplog):
