@@ -9,15 +9,11 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from ragcache.errors import DamagedBlockError
 from ragcache.kv.block import KVBlock, MixedBlock
 from ragcache.lazy_torch import torch
-
-if TYPE_CHECKING:
-    pass
-
 
 _T = TypeVar("_T")
 

@@ -93,10 +93,6 @@ class LayerCodec(Codec):
         numbers: float [num_layers, num_kv_heads, num_tokens, dim], finite, on the CPU
         """
 
-    def encode_parts(self, numbers: Mapping[Part, Tensor]) -> dict[Part, dict[str, Tensor]]:
-        """Encode keys and values by `encode_part`. A codec that needs both before it encodes either overrides this."""
-        return {part: self.encode_part(part, numbers[part]) for part in PARTS}
-
     @abstractmethod
     def check_part(self, part: Part, tensors: Mapping[str, Tensor], spec: BlockSpec) -> None:
         """Raise DamagedBlockError if `encode_part` cannot have returned these tensors for such a block."""
@@ -130,7 +126,8 @@ class LayerCodec(Codec):
         if isinstance(block, EncodedBlock) and type(block.codec) is type(self):
             return dict(block.tensors)
         found = BlockSpec.of(block).to_tensors()
-        for part, tensors in self.encode_parts({part: _encodable(part, block) for part in PARTS}).items():
+        for part in PARTS:
+            tensors = self.encode_part(part, _encodable(part, block))
             found |= {f"{part}.{name}": tensor for name, tensor in tensors.items()}
         return found
 
@@ -211,9 +208,8 @@ class EncodedBlock(KVBlock):
         self.codec.decode_part(part, self._parts[part], layer, exact)
         if self.dtype == torch.float16:  # a grid may extend beyond the largest float16, although no number did
             exact.clamp_(-_LARGEST_HALF, _LARGEST_HALF)
-        out.copy_(
-            exact.to(self.dtype)
-        )  # the block's dtype first: `out` gets the same numbers as from the decoded block
+        # The block's dtype first: `out` gets the same numbers as from the decoded block.
+        out.copy_(exact.to(self.dtype))
 
     def _layer(self, part: Part, layer: int) -> Tensor:
         out = torch.empty(self._spec.shape(part)[1:], dtype=self.dtype)

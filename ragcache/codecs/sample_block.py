@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ragcache.kv.block import KVBlock, empty_block
 from ragcache.kv.cache_shape import CacheShape, LayerShape
 from ragcache.lazy_torch import torch
-
-if TYPE_CHECKING:
-    pass
 
 
 def example_block(layers: Sequence[LayerShape], num_tokens: int, dtype: torch.dtype) -> KVBlock:

@@ -78,14 +78,10 @@ class Smoothed:
 
 
 class TierFigures(NamedTuple):
-    """How fast a tier is read: seconds per read, whatever its size, and throughput of all reads together.
-
-    measured: True; guesses are left out
-    """
+    """How fast a tier is read: seconds per read, whatever its size, and throughput of all reads together."""
 
     latency_s: float
     bytes_s: float
-    measured: bool = True
 
 
 @dataclass

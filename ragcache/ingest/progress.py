@@ -5,13 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from ragcache.ingest.report import Progress, ProgressEvent
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
 
 LABELS = {
     "read": "Reading files",
@@ -27,11 +22,8 @@ def say_line(text: str) -> None:
 
 
 @contextmanager
-def progress_bars(console: Console | None = None) -> Iterator[Progress]:
-    """Show a progress bar for each stage and yield the callback that updates them.
-
-    console: where to draw; None: standard error
-    """
+def progress_bars() -> Iterator[Progress]:
+    """Show a progress bar for each stage on standard error, and yield the callback that updates them."""
     from rich import progress
     from rich.console import Console
 
@@ -41,7 +33,7 @@ def progress_bars(console: Console | None = None) -> Iterator[Progress]:
         progress.MofNCompleteColumn(),
         progress.TimeElapsedColumn(),
     )
-    with progress.Progress(*columns, console=console or Console(stderr=True)) as bars:
+    with progress.Progress(*columns, console=Console(stderr=True)) as bars:
         tasks = {stage: bars.add_task(label, total=None) for stage, label in LABELS.items()}
 
         def show(event: ProgressEvent) -> None:

@@ -7,12 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ragcache.errors import RagCacheError
-
-if TYPE_CHECKING:
-    pass
 
 
 class ProgressEvent(NamedTuple):

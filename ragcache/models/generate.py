@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Generator, Sequence
 
 from torch import Tensor
@@ -29,7 +28,6 @@ def decode(
     never: Collection[int] = (),
     prompt_ids: Sequence[int] = (),
     scores: list[TokenScores] | None = None,
-    cancelled: threading.Event | None = None,
     limit: Limit | None = None,
     most: int | None = None,
     thoughts: Callable[[Form | None], Form] | None = None,
@@ -43,15 +41,14 @@ def decode(
     never:      ids that are never chosen, besides those that the checkpoint's training for reuse added
     prompt_ids: ids that a repetition penalty counts as said, besides the answer
     scores:     gets each token's log-probabilities before the token is yielded, if the sampling requests them
-    limit:      when to give up; replaces `cancelled`
+    limit:      when to give up
     most:       largest number of tokens in the answer, besides the other limits
     thoughts:   wraps the answer's form, if any, so that it applies after the model's thoughts (`ThoughtLimit`)
     room:       number of tokens that memory is reserved for before `more` is called; None: all
     more:       waits for memory, in the thread that reads the answer; returns the number of tokens granted
 
     Steps of sequences that are decoded at the same time share forward passes, and continue while the caller processes
-    earlier tokens. Raises CancelledError once `cancelled` is set, the errors of `limit`, and ConfigError for a form
-    that cannot be enforced on the model.
+    earlier tokens. Raises the errors of `limit`, and ConfigError for a form that cannot be enforced on the model.
     """
     grammar = sampling.grammar()
     form: Form | None = None if grammar is None else Constraint(grammar, lm.tokenizer, lm.vocab_size, eos_ids)
@@ -59,7 +56,7 @@ def decode(
     choose = Sampler(sampling, logits.device, {*never, *lm.suppress_tokens}, form, prompt_ids, scores)
     last = min([lm.max_positions, *(position + n for n in (sampling.max_tokens, most) if n is not None)])
     ends = {*eos_ids, *sampling.stop_token_ids}
-    decoding = DecodingSequence(cache, choose, position, last, ends, limit or Limit(cancelled))
+    decoding = DecodingSequence(cache, choose, position, last, ends, limit or Limit())
     if more is not None and room is not None:
         decoding.more, decoding.granted = more, min(position + room, last)
     yield from lm.scheduler.decode(decoding, logits)

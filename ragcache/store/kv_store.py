@@ -21,7 +21,7 @@ from ragcache.store.foreign import ForeignUsage, Listed, PassageList
 from ragcache.store.pins import Pins
 from ragcache.store.remote.connection import Connection
 from ragcache.store.retention import Expiry
-from ragcache.store.tiers import CachedTier, DeviceTier, MemoryTier, RemoteTier, Room, Tier, get_durable
+from ragcache.store.tiers import CachedTier, DeviceTier, DiskTier, DurableTier, MemoryTier, RemoteTier, Room, Tier
 from ragcache.store.tiers.demotion import Demotion
 from ragcache.store.tiers.key_locks import KeyLocks
 from ragcache.store.tiers.stack import Stored, TierStack
@@ -45,7 +45,6 @@ class KVStore:
     memory_bytes: budget of the memory tier
     device_bytes: budget of the device tier, which `use_device` adds; 0: no device tier
     disk_bytes:   budget of the durable tier; None keeps every block
-    durable:      name of the durable tier on this machine
     remote:       connection to a store outside this machine that keeps the blocks; this machine then holds copies,
                   within disk_bytes
     ttl_s:        seconds after which an unused block is dropped; None keeps it
@@ -66,8 +65,8 @@ class KVStore:
     tensors are freed; until then no tier evicts it, and its bytes are counted even after `delete`.
 
     Safe to call from several threads; several processes may share one root. Every block returned stays valid after it
-    is evicted or deleted. Raises ConfigError for an unknown codec, policy or tier, a budget below 0, or a malformed
-    block key; TraceError when the trace cannot be written.
+    is evicted or deleted. Raises ConfigError for an unknown codec or policy, a budget below 0, or a malformed block
+    key; TraceError when the trace cannot be written.
     """
 
     def __init__(
@@ -77,7 +76,6 @@ class KVStore:
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
         device_bytes: int = 0,
         disk_bytes: int | None = None,
-        durable: str = "disk",
         remote: Connection | None = None,
         ttl_s: float | None = None,
         codec: str = "raw",
@@ -102,9 +100,11 @@ class KVStore:
         self._new_policy: Callable[[], EvictionPolicy] = lambda: get_policy(eviction, admission)
         self._pins = Pins(self.root)
         self._device_bytes = device_bytes
-        open_tier, budget = get_durable(durable), None if read_only else disk_bytes
         self._codec = get_codec(codec, Bases(lambda name: self._durable.get(name), basis))
-        self._durable = open_tier(self.root, self._codec, budget, self._new_policy(), self._pins.__contains__, seal)
+        budget = None if read_only else disk_bytes
+        self._durable: DurableTier = DiskTier(
+            self.root, self._codec, budget, self._new_policy(), self._pins.__contains__, seal
+        )
         if remote is not None:
             self._durable = CachedTier(self._durable, RemoteTier(remote, self._codec), fills=not read_only)
         self._expiry = Expiry(ttl_s, self._durable, writable=not read_only)

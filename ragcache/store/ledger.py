@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ragcache.store.eviction import Entry, EvictionPolicy
-
-if TYPE_CHECKING:
-    pass
 
 
 def never(_key: str) -> bool:

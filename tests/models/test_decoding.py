@@ -20,6 +20,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 import ragcache as rc
 from ragcache.errors import CancelledError, ConfigError
 from ragcache.models.card import eos_token_ids
+from ragcache.models.deadline import Limit
 from ragcache.models.generate import Detokenizer, decode
 from ragcache.models.sampler import Sampler, Sampling
 from ragcache_demo.bag_of_words import BagOfWords
@@ -64,7 +65,7 @@ def test_decoding_stops_at_the_last_position(llama):
 
 def test_cancelling_raises(llama):
     cancelled = threading.Event()
-    steps = steps_of(llama[0], Sampling(max_tokens=9), cancelled=cancelled)
+    steps = steps_of(llama[0], Sampling(max_tokens=9), limit=Limit(cancelled))
     next(steps)
     cancelled.set()
     with pytest.raises(CancelledError):

@@ -182,7 +182,6 @@ def test_sweep_removes_leftovers_of_dead_writers(root, store):
 
 BAD_OPTIONS = [
     ({"codec": "zip"}, "'zip'.*raw"),
-    ({"durable": "tape"}, "durable tier 'tape' is unknown; choose one of disk"),
     ({"eviction": "random"}, "'random'.*lru"),
     ({"admission": "bouncer"}, "'bouncer'.*all, tinylfu"),
     ({"memory_bytes": -1}, "memory_bytes is -1"),

@@ -19,7 +19,7 @@ from integrations.remote.tests.remotes import KINDS, remote_url
 from ragcache.codecs import CODECS, Codec, Int8Codec, RawCodec, get_codec
 from ragcache.errors import ConfigError, MissingBlockError, PinError
 from ragcache.kv.block import KVBlock
-from ragcache.store import tiers
+from ragcache.store import kv_store, tiers
 from ragcache.store.eviction import POLICIES, EvictionPolicy, get_policy
 from ragcache.store.kv_store import KVStore
 from ragcache.store.lru import LRU
@@ -368,9 +368,9 @@ def no_directory(root: Path, codec: Codec, *_: object) -> RemoteTier:
 
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., KVStore]:
-    """Opens stores over a durable tier that is no directory of blocks, which is one line in the dict."""
-    monkeypatch.setitem(tiers.DURABLE, "remote", no_directory)
-    return partial(KVStore, tmp_path / "kv", durable="remote")
+    """Opens stores over a durable tier that is no directory of blocks."""
+    monkeypatch.setattr(kv_store, "DiskTier", no_directory)
+    return partial(KVStore, tmp_path / "kv")
 
 
 def test_a_store_over_another_durable_tier(shared, tmp_path):

@@ -22,7 +22,6 @@ _MC = "{http://schemas.openxmlformats.org/markup-compatibility/2006}"
 _R = "{http://schemas.openxmlformats.org/officeDocument/2006/relationships}"
 _OFF = ("0", "false", "off", "none")
 _SLIDE = re.compile(r"ppt/slides/slide\d+\.xml")
-_DRAWN = ("drawing", "pict", "object", "AlternateContent")
 _ROMAN = {1000: "m", 900: "cm", 500: "d", 400: "cd", 100: "c", 90: "xc", 50: "l", 40: "xl", 10: "x", 9: "ix", 5: "v",
           4: "iv", 1: "i"}  # fmt: skip
 _MOST_LEVELS = 9

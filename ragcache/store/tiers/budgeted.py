@@ -40,7 +40,7 @@ class BudgetedTier(Tier):
     is counted until its use ends. A block that is larger than the space that can be freed, or worth less than its
     victims, is not kept, and nothing is evicted for it.
 
-    demote:    called with each victim before it is freed; may be set later
+    demote:    called with each victim before it is freed; nothing at first
     is_pinned: whether a key is never evicted
     """
 
@@ -51,11 +51,10 @@ class BudgetedTier(Tier):
         budget_bytes: int,
         policy: EvictionPolicy,
         *,
-        demote: Demote = drop,
         is_pinned: Callable[[str], bool] = never,
     ) -> None:
         check_least(f"{self.name}_bytes", budget_bytes, 0)
-        self.demote = demote
+        self.demote = drop
         self._ledger = ByteLedger(budget_bytes, policy, is_pinned)
         self._blocks: dict[str, KVBlock] = {}
         self._leaving: dict[str, dict[str, KVBlock]] = {}  # key -> the eviction's victims, this block among them

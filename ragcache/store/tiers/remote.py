@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from ragcache.codecs import Codec
 from ragcache.codecs.block_file import check_finite, pack_block, unpack_block
@@ -17,9 +17,6 @@ from ragcache.store.remote.connection import Connection
 from ragcache.store.tiers.block_names import SUFFIX, check_key
 from ragcache.store.tiers.tier import DurableTier, Room, TierUsage
 from ragcache.store.warn_once import WarnOnce
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
