@@ -62,14 +62,14 @@ class Base:
 class Adapter:
     """The contents of adapter.json.
 
-    directory: the adapter's directory; spec: the way of reuse that it was trained for, None for none
+    directory: the adapter's directory; spec: the way of reuse that it was trained for
     tokens:    the added tokens by ascending id; empty in the first adapters
     on_passages: whether the matrices act on passages alone
     """
 
     directory: Path
     base: Base
-    spec: TrainedTokens | None
+    spec: TrainedTokens
     tokens: tuple[str, ...] = ()
     on_passages: bool = False
 
@@ -84,8 +84,7 @@ class Adapter:
             version, spec = found["version"], found[SECTION]
             if version in VERSIONS:
                 base, tokens = Base(**found["base"]), tuple(map(str, found.get("tokens", ())))
-                trained = None if spec is None else TrainedTokens.read(spec)
-                return cls(Path(where), base, trained, tokens, version == ON_PASSAGES)
+                return cls(Path(where), base, TrainedTokens.read(spec), tokens, version == ON_PASSAGES)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise _damaged(path, error) from error
         readable = ", ".join(map(str, VERSIONS))
@@ -97,7 +96,7 @@ class Adapter:
     @property
     def added_ids(self) -> list[int]:
         """Return the ids that have trained rows, ascending."""
-        return [] if self.spec is None else sorted(self.spec.added_ids)
+        return sorted(self.spec.added_ids)
 
     @property
     def vocab_size(self) -> int:
@@ -142,10 +141,7 @@ class Adapter:
     def extend(self, config: PreTrainedConfig) -> None:
         """Add the adapter's vocabulary size and section to the base's configuration."""
         config.get_text_config(decoder=True).vocab_size = self.vocab_size
-        if self.spec is not None:
-            setattr(config, SECTION, self.spec.section())
-        elif getattr(config, SECTION, None) is not None:
-            delattr(config, SECTION)
+        setattr(config, SECTION, self.spec.section())
 
     @torch.no_grad()
     def apply(self, model: PreTrainedModel) -> PreTrainedModel:
@@ -200,7 +196,7 @@ class Adapter:
 def write_adapter(
     out: Path,
     base: Base,
-    spec: TrainedTokens | None,
+    spec: TrainedTokens,
     tokenizer: PreTrainedTokenizerBase | None = None,
     on_passages: bool = False,
 ) -> None:
@@ -210,8 +206,8 @@ def write_adapter(
     on_passages: whether the matrices act on passages alone
     """
     content: dict[str, Any] = {"version": ON_PASSAGES if on_passages else MERGED, "base": asdict(base)}
-    content[SECTION] = None if spec is None else spec.section()
-    if tokenizer is not None and spec is not None:
+    content[SECTION] = spec.section()
+    if tokenizer is not None:
         content["tokens"] = tokenizer.convert_ids_to_tokens(sorted(spec.added_ids))
     (out / ADAPTER).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 

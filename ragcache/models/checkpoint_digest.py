@@ -35,7 +35,7 @@ def checkpoint_digest(name: str) -> str | None:
     adapter = Adapter.find(directory)
     if adapter is not None and adapter.on_passages:  # the base's files are compared when they are loaded
         own = file_digest(directory / LORA_FILE).hex()
-        return digest([adapter.base.checkpoint, adapter.spec and adapter.spec.section(), own])
+        return digest([adapter.base.checkpoint, adapter.spec.section(), own])
     if Lora.find(directory) is not None:  # its weights are in no file
         return None
     whole = hashlib.sha256()

@@ -135,7 +135,7 @@ def _relative_error(states: Sequence[Tensor], aims: Sequence[Tensor]) -> Tensor:
     return torch.stack(apart).mean(0)
 
 
-def train_layers(model: PreTrainedModel, spec: TrainedTokens | None) -> list[nn.Parameter]:
+def train_layers(model: PreTrainedModel, spec: TrainedTokens) -> list[nn.Parameter]:
     """Make all weights trainable except the words' embeddings and the head, which student and teacher share.
 
     Of the embedding only the added tokens' rows are trained: it is then returned, since it has its own learning rate.
@@ -143,7 +143,7 @@ def train_layers(model: PreTrainedModel, spec: TrainedTokens | None) -> list[nn.
     model.requires_grad_(True)
     embedding = model.get_input_embeddings().weight
     model.get_output_embeddings().weight.requires_grad_(False)
-    added = sorted(spec.added_ids) if spec is not None else []
+    added = sorted(spec.added_ids)
     embedding.requires_grad_(bool(added))
     if not added:
         return []
@@ -164,7 +164,7 @@ class Evaluation(TrainerCallback):  # type: ignore[misc]
     def __init__(
         self,
         distill: Distillation,
-        spec: TrainedTokens | None,
+        spec: TrainedTokens,
         rows: Sequence[EncodedRow],
         every: int,
         out: Path,

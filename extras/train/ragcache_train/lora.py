@@ -31,7 +31,7 @@ from ragcache_train.train_options import LORA_ON
 
 def add_lora(
     model: PreTrainedModel,
-    spec: TrainedTokens | None,
+    spec: TrainedTokens,
     rank: int,
     alpha: int | None,
     earlier: Adapter | None = None,
@@ -64,7 +64,7 @@ def add_lora(
                 f"lora_on={acts!r}, or from its base, {earlier.base.name}"
             )
     embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
-    added = sorted(spec.added_ids) if spec is not None else []
+    added = sorted(spec.added_ids)
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=rank,
@@ -151,7 +151,7 @@ def save_lora(
     lm: LanguageModel,
     model: Any,
     base: Base,
-    spec: TrainedTokens | None,
+    spec: TrainedTokens,
     dtype: torch.dtype,
     on_passages: bool,
     out: Path,

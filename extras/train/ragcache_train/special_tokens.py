@@ -18,7 +18,7 @@ from ragcache.models.adapter import Adapter
 from ragcache.models.trained_tokens import LLAMA3_VOCABULARY, SECTION, TrainedTokens, grown
 from ragcache.prompt import list_controls
 
-REUSES = ("link", "markers", "none")
+REUSES = ("link", "markers")
 RESERVED = re.compile(
     r"<\|?(reserved_special_token|reserved_token|reserved|unused|SPECIAL|extra|extra_id|dummy|placeholder)_?\d+\|?>"
     r"|\[unused\d+\]|\[control_\d+\]"
@@ -33,17 +33,15 @@ def choose_spec(
     link_tokens: int,
     link_slots: int,
     positions: str,
-) -> TrainedTokens | None:
+) -> TrainedTokens:
     """Return ids for a way of reuse; adds tokens to the tokenizer if it has too few reserved ids.
 
-    reuse: "link" (with link_tokens 0: Block-Attention, which has no ids), "markers", or "none" (None then)
+    reuse: "link" (with link_tokens 0: Block-Attention, which has no ids) or "markers"
 
     Raises ConfigError for an unknown name, or numbers out of range.
     """
     if reuse not in REUSES:
         raise ConfigError(f"reuse is {reuse!r}; it must be one of {', '.join(REUSES)}")
-    if reuse == "none":
-        return None
     if reuse == "markers":
         start, end = _ids(tokenizer, ["<|doc_start|>", "<|doc_end|>"])
         return TrainedTokens("markers", doc_start_id=start, doc_end_id=end, positions=positions)
@@ -118,15 +116,11 @@ def _in_a_row(ids: list[int]) -> bool:
     return ids == list(range(ids[0], ids[0] + len(ids)))
 
 
-def prepare_model(model: PreTrainedModel, spec: TrainedTokens | None, seed: int) -> None:
+def prepare_model(model: PreTrainedModel, spec: TrainedTokens, seed: int) -> None:
     """Make room for the ids, give their rows a start, and write the section into the configuration.
 
     Tied heads stay tied. An id that stood for the same in an earlier training keeps its row.
     """
-    if spec is None:
-        if getattr(model.config, SECTION, None) is not None:
-            delattr(model.config, SECTION)
-        return
     before, roles = TrainedTokens.of(model.config), spec.roles
     earlier = {} if before is None else before.roles
     old_size = model.get_input_embeddings().weight.shape[0]
@@ -143,8 +137,8 @@ def prepare_model(model: PreTrainedModel, spec: TrainedTokens | None, seed: int)
 def take_rows(model: PreTrainedModel, spec: TrainedTokens, earlier: Adapter) -> None:
     """Let tokens start as those that stood for the same in an earlier adapter, whatever their ids were there."""
     embeddings: Tensor = model.get_input_embeddings().weight
-    rows, before = earlier.rows(), {} if earlier.spec is None else earlier.spec.roles
-    held = {role: rows[id] for id, role in before.items()}
+    rows = earlier.rows()
+    held = {role: rows[id] for id, role in earlier.spec.roles.items()}
     for id, role in spec.roles.items():
         if role in held:
             embeddings[id] = held[role].to(embeddings)

@@ -101,10 +101,10 @@ class Sample:
         self.labels += [IGNORED] * len(ids) if labels is None else labels
 
 
-def lay_out(row: EncodedRow, spec: TrainedTokens | None, apart: bool, order: Sequence[int] | None = None) -> Sample:
+def lay_out(row: EncodedRow, spec: TrainedTokens, apart: bool, order: Sequence[int] | None = None) -> Sample:
     """Return the row as a sequence.
 
-    spec:  how passages are encoded separately; None: never
+    spec:  how passages are encoded separately
     apart: whether passages are encoded separately in this sequence
     order: of the passages; None: unchanged
 
@@ -114,12 +114,12 @@ def lay_out(row: EncodedRow, spec: TrainedTokens | None, apart: bool, order: Seq
     sample = Sample()
     pieces = list(context.pieces)
     behind = None
-    if spec is not None and context.separate and spec.recipe != "isolated" and row.chunks:
+    if context.separate and spec.recipe != "isolated" and row.chunks:
         behind = _add_head(sample, pieces, row.primer)
     for piece in pieces:
         shift = 0 if behind is None or piece.passage is None else piece.start - behind
-        segments = _segments(piece, spec if context.separate else None)
-        sample.add(piece.ids, piece.start - shift, segments, shift=shift)
+        number = OPEN if piece.passage is None or not context.separate else piece.passage + 1
+        sample.add(piece.ids, piece.start - shift, [number] * len(piece.ids), shift=shift)
     for number, ask in enumerate(row.asks, start=1):
         labels = [IGNORED] * (len(ask.suffix) - 1) + list(ask.answer)
         sample.add([*ask.suffix, *ask.answer[:-1]], context.end, [-number] * len(labels), labels)
@@ -132,13 +132,6 @@ def _add_head(sample: Sample, pieces: list[Segment], primer: Sequence[int]) -> i
     sample.add(head, 0, [SHARED] * len(head))
     sample.add(primer, len(head), [DROPPED] * len(primer))
     return len(sample.ids)
-
-
-def _segments(piece: Segment, spec: TrainedTokens | None) -> list[int]:
-    """Return each token's number for the mask. spec: None if passages are read as a single text"""
-    if piece.passage is None or spec is None:
-        return [OPEN] * len(piece.ids)
-    return [piece.passage + 1] * len(piece.ids)
 
 
 def _context(row: EncodedRow, spec: TrainedTokens | None, order: Sequence[int] | None) -> Layout:
@@ -157,17 +150,17 @@ def _context(row: EncodedRow, spec: TrainedTokens | None, order: Sequence[int] |
     return lay_out_parts(parts, recipe, added)
 
 
-def layout_tokens(row: EncodedRow, spec: TrainedTokens | None, apart: bool) -> int:
+def layout_tokens(row: EncodedRow, spec: TrainedTokens, apart: bool) -> int:
     """Length of the row's sequence."""
     asked = sum(len(ask.suffix) + len(ask.answer) - 1 for ask in row.asks)
     return context_tokens(row, spec, apart) + asked
 
 
-def context_tokens(row: EncodedRow, spec: TrainedTokens | None, apart: bool) -> int:
+def context_tokens(row: EncodedRow, spec: TrainedTokens, apart: bool) -> int:
     """Return the number of tokens before the questions, a primer's among them."""
     chunks = [len(chunk) for chunk in row.chunks]
     added = 0
-    if apart and chunks and spec is not None:
+    if apart and chunks:
         added = len(row.primer) + AddedTokens.trained(spec).num_tokens(chunks)
     return len(row.prefix) + sum(chunks) + added
 
@@ -243,7 +236,7 @@ class BatchPlan:
     def __init__(
         self,
         rows: Sequence[EncodedRow],
-        spec: TrainedTokens | None,
+        spec: TrainedTokens,
         options: BatchOptions,
         seed: int,
         *,
@@ -300,9 +293,7 @@ class BatchPlan:
     def _draw(self, row: int, rng: random.Random) -> Draw:
         apart = self.rows[row].apart
         chance, seed = rng.random(), rng.getrandbits(32)
-        return Draw(
-            row, self.spec is not None and (chance < self.options.separate_share if apart is None else apart), seed
-        )
+        return Draw(row, chance < self.options.separate_share if apart is None else apart, seed)
 
     def _length(self, draw: Draw) -> int:
         if self.options.most is not None:
@@ -339,9 +330,7 @@ def _by_kind(rows: Sequence[EncodedRow], mixture: Mapping[str, float] | None) ->
 class DrawnRows:
     """A data set for torch's DataLoader: from a Draw to its Sample."""
 
-    def __init__(
-        self, rows: Sequence[EncodedRow], spec: TrainedTokens | None, shuffle: bool, most: int | None = None
-    ) -> None:
+    def __init__(self, rows: Sequence[EncodedRow], spec: TrainedTokens, shuffle: bool, most: int | None = None) -> None:
         self.rows, self.spec, self.shuffle, self.most = rows, spec, shuffle, most
 
     def __len__(self) -> int:
@@ -370,13 +359,13 @@ class DrawnPairs:
     """The same data set for training by a teacher: from a Draw to its Pair."""
 
     def __init__(self, rows: Sequence[EncodedRow], spec: TrainedTokens, shuffle: bool, most: int | None = None) -> None:
-        self._student, self._teacher = DrawnRows(rows, spec, shuffle, most), DrawnRows(rows, None, shuffle, most)
+        self._rows = DrawnRows(rows, spec, shuffle, most)
 
     def __len__(self) -> int:
-        return len(self._student)
+        return len(self._rows)
 
     def __getitem__(self, draw: Draw) -> Pair:
-        return Pair(self._student[draw], self._teacher[draw])
+        return Pair(self._rows[draw], self._rows[draw._replace(apart=False)])
 
 
 def collate(samples: Sequence[Sample], multiple: int = 1) -> dict[str, Any]:

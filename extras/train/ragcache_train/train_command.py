@@ -27,8 +27,8 @@ class ReuseOptions:
         option("--data", "JSON lines (docs/training.md); may be repeated. May be left out with --store."),
     ] = None
     reuse: Annotated[
-        Literal["link", "markers", "none"],
-        option("--reuse", "KVLink (Block-Attention with --link-tokens 0), TurboRAG, or ordinary training."),
+        Literal["link", "markers"],
+        option("--reuse", "KVLink (Block-Attention with --link-tokens 0) or TurboRAG."),
     ] = "link"
     recipe: Annotated[
         Literal["isolated", "prefix", "primer"], option("--recipe", "What passages are read apart behind.")

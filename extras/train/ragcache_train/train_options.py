@@ -31,8 +31,7 @@ class TrainOptions:
                      further
     data:            files of JSON lines (ragcache_train.train_rows); may be empty if a store is given
     out:             directory of the trained model, its checkpoints and its log
-    reuse:           "link" (KVLink; Block-Attention with link_tokens 0), "markers" (TurboRAG) or "none" (ordinary
-                     fine-tuning in standard encoding)
+    reuse:           "link" (KVLink; Block-Attention with link_tokens 0) or "markers" (TurboRAG)
     objective:       "labels", or "distill": the divergence from a frozen teacher that reads all passages as a single
                      text, along every token after them, and the relative error of hidden states there
     recipe:          how passages are encoded apart: "isolated", "prefix" or "primer"
@@ -165,10 +164,6 @@ class TrainOptions:
     def _check_distill(self) -> None:
         check_choice("objective", self.objective, OBJECTIVES)
         check_choice("recipe", self.recipe, RECIPE_NAMES)
-        if self.reuse == "none" and (self.distills or self.recipe != "isolated"):
-            raise ConfigError(
-                "reuse is 'none', which reads no passages apart; leave objective and recipe out, or give reuse='link'"
-            )
         given = {
             "teacher": self.teacher,
             "store": self.store,

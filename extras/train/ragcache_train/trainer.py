@@ -225,7 +225,7 @@ def _read(options: TrainOptions) -> tuple[list[DataRow], list[BadLine]]:
 
 def _encode(
     options: TrainOptions, lm: LanguageModel, rows: Sequence[DataRow]
-) -> tuple[list[EncodedRow], TrainedTokens | None, list[BadLine]]:
+) -> tuple[list[EncodedRow], TrainedTokens, list[BadLine]]:
     """Return rows as ids, the way of reuse with its ids, and lines that cannot be used."""
     form = options.encoding(lm.max_positions)
     filled: Sequence[DataRow | BadLine] = rows
@@ -238,7 +238,7 @@ def _encode(
         encoded = [row._replace(asks=[ask.learned for ask in row.asks]) for row in encoded]
     _check_slots([row for row in encoded if options.most is None or not row.shuffle], spec)
     encoded = _with_primer(encoded, options, lm)
-    return encoded, None if spec is None else replace(spec, recipe=options.recipe), unfit
+    return encoded, replace(spec, recipe=options.recipe), unfit
 
 
 def _held_out(options: TrainOptions, lm: LanguageModel) -> list[EncodedRow]:
@@ -275,8 +275,8 @@ def encode_rows(encoder: RowEncoder, rows: Sequence[DataRow | BadLine]) -> tuple
     return encoded, bad
 
 
-def _check_slots(rows: Sequence[EncodedRow], spec: TrainedTokens | None) -> None:
-    if spec is None or not spec.link_tokens or not rows:
+def _check_slots(rows: Sequence[EncodedRow], spec: TrainedTokens) -> None:
+    if not spec.link_tokens or not rows:
         return
     longest = max(rows, key=lambda row: len(row.chunks))
     if len(longest.chunks) > spec.link_slots:
@@ -290,7 +290,7 @@ def _trainer(
     options: TrainOptions,
     way: Way,
     rows: Sequence[EncodedRow],
-    spec: TrainedTokens | None,
+    spec: TrainedTokens,
     log: ProgressLog,
     device: str,
 ) -> ReuseTrainer:
@@ -363,7 +363,7 @@ class Way(NamedTuple):
 
 def choose_way(
     lm: LanguageModel,
-    spec: TrainedTokens | None,
+    spec: TrainedTokens,
     rows: Sequence[EncodedRow],
     options: TrainOptions,
     out: Path,
@@ -377,7 +377,7 @@ def choose_way(
     teacher = _teacher(lm, options, earlier) if options.distills else None
     apart: list[nn.Parameter] = []
     prepare_model(lm.model, spec, options.seed)
-    if earlier is not None and spec is not None:
+    if earlier is not None:
         take_rows(lm.model, spec, earlier)
     _prepare(lm, options)
     model: nn.Module = lm.model
@@ -393,7 +393,7 @@ def choose_way(
     save = partial(_save, lm, model, dtype, out)
     if options.makes_lora_adapter:
         save = partial(save_lora, lm, model, base, spec, dtype, options.lora_on_passages, out)
-    if teacher is None or spec is None:
+    if teacher is None:
         loss = partial(answer_loss, rope=lm.rope)
         return Way(model, lm.model, DrawnRows(rows, spec, options.shuffle_passages), collate, loss, save)
     if options.lora_rank:

@@ -43,7 +43,7 @@ def row_for(recipe, row=ROW):
 
 
 def pair_of(row, spec):
-    return Pair(lay_out(row, spec, True), lay_out(row, None, False))
+    return Pair(lay_out(row, spec, True), lay_out(row, spec, False))
 
 
 def written_out(recipe, spec, whole):
@@ -378,7 +378,6 @@ def test_unusable_input_is_refused_by_name(options, base, tmp_path):
         refused(match, teacher=other)
     refused("store goes with objective='distill'", objective="labels", store="kb")
     refused("rows is 0", rows=0)
-    refused("reuse is 'none'", reuse="none")
     refused("teacher goes with objective='distill'", objective="labels", teacher=base)
     refused("hidden_weight is -1", hidden_weight=-1.0)
     refused("link_rate is 0", link_rate=0.0)

@@ -103,9 +103,8 @@ def laid_out(method, prompt):
         ({}, "link", False),
         pytest.param({"reuse": "markers"}, "markers", False, marks=pytest.mark.slow),
         ({"link_tokens": 0}, "reposition", True),
-        pytest.param({"reuse": "none"}, "full", True, marks=pytest.mark.slow),
     ],
-    ids=["link", "link with a head of its own", "markers", "block-attention", "none"],
+    ids=["link", "link with a head of its own", "markers", "block-attention"],
 )
 def test_peft_reads_what_was_trained_and_the_engine_serves_the_same(options, tmp_path, changes, method, tied):
     base = save_base(tmp_path / "base", tied)

@@ -20,7 +20,7 @@ def rows(count: int = 200, kind: str = "qa", apart: bool | None = None) -> list[
     return [EncodedRow(kind, str(n), [1], chunks(n), [Ask([2, 3], [4, 5])], apart, True) for n in range(count)]
 
 
-def plan(data: list[EncodedRow], spec: TrainedTokens | None = LINK, seed: int = 0, **more) -> BatchPlan:
+def plan(data: list[EncodedRow], spec: TrainedTokens = LINK, seed: int = 0, **more) -> BatchPlan:
     options = {name: more.pop(name) for name in ("tokens", "rows", "separate_share", "mixture") if name in more}
     return BatchPlan(data, spec, BatchOptions(**options), seed, **more)
 
@@ -77,7 +77,6 @@ def test_rows_that_have_one_way_only_keep_it():
     data = rows(50, apart=True) + rows(50, "text", apart=False)
     drawn = {draw.row: draw.apart for batch in plan(data, separate_share=0.5) for draw in batch}
     assert drawn == {n: n < 50 for n in range(100)}
-    assert not any(draw.apart for batch in plan(data, spec=None) for draw in batch)
 
 
 def test_the_mixture_sets_the_share_of_each_kind():

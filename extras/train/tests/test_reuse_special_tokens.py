@@ -60,7 +60,6 @@ def test_a_tokenizer_that_was_trained_before_keeps_its_ids():
 def test_markers_take_two_ids_and_block_attention_none():
     tokenizer = byte_tokenizer()
     assert choose_spec(tokenizer, "link", 0, 16, "reordered") == TrainedTokens("reposition")
-    assert choose_spec(tokenizer, "none", 5, 16, "reordered") is None
     assert len(tokenizer) == 258
     spec = choose_spec(tokenizer, "markers", 5, 16, "composite")
     assert spec == TrainedTokens("markers", doc_start_id=258, doc_end_id=259, positions="composite")
@@ -98,7 +97,7 @@ def test_the_second_stage_finds_the_ids_of_the_first(make):
 def test_numbers_out_of_range_are_refused(tokens, slots):
     with pytest.raises(ConfigError, match="link_tokens is"):
         choose_spec(byte_tokenizer(), "link", tokens, slots, "reordered")
-    with pytest.raises(ConfigError, match="one of link, markers, none"):
+    with pytest.raises(ConfigError, match="one of link, markers"):
         choose_spec(byte_tokenizer(), "glue", 5, 4, "reordered")
 
 
@@ -180,11 +179,3 @@ def test_ids_that_stand_for_something_else_start_anew():
     changed = (model.get_input_embeddings().weight.detach() != before).any(1)
     # Of slot 1 the tokens 1 and 2 stay; from the third on every id is another token of another slot.
     assert torch.nonzero(changed).flatten().tolist() == [201, 202, 203, 204]
-
-
-def test_ordinary_training_takes_the_section_away():
-    model = tiny(True)
-    prepare_model(model, TrainedTokens("reposition"), 0)
-    assert TrainedTokens.of(model.config) == TrainedTokens("reposition")
-    prepare_model(model, None, 0)
-    assert TrainedTokens.of(model.config) is None

@@ -82,19 +82,18 @@ def test_link_training_learns_and_the_engine_computes_what_was_trained(options):
     ("changes", "spec", "method"),
     [
         pytest.param({"link_tokens": 0}, TrainedTokens("reposition"), "reposition", marks=pytest.mark.slow),
-        pytest.param({"reuse": "none"}, None, "full", marks=pytest.mark.slow),
         (
             {"reuse": "markers", "positions": "composite"},
             TrainedTokens("markers", doc_start_id=258, doc_end_id=259, positions="composite"),
             "markers",
         ),
     ],
-    ids=["block-attention", "none", "markers"],
+    ids=["block-attention", "markers"],
 )
 def test_the_other_ways_of_reuse(options, changes, spec, method):
     report = train(replace(options, steps=2, **changes))
     assert rc.load_lm(report.out).reuse == spec
-    ours = as_trained(report.out, apart=spec is not None)
+    ours = as_trained(report.out, apart=True)
     torch.testing.assert_close(engine_logits(report.out, method), ours, atol=2e-4, rtol=2e-4)
 
 
@@ -170,7 +169,7 @@ def test_what_cannot_be_trained_is_refused_by_name(options, tmp_path):
     refused(options, r"rows.jsonl:1 has 3 passages.*link tokens for 2.*link_slots=3", link_slots=2)
     refused(options, "model takes 512", max_tokens=600)
     refused(options, "an answer has", max_tokens=4)
-    refused(options, "one of link, markers, none", reuse="glue")
+    refused(options, "one of link, markers", reuse="glue")
     refused(options, "names poem", mixture={"poem": 1.0})
     refused(options, "no training run to resume", resume=True)
     empty = tmp_path / "empty.jsonl"

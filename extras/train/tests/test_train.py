@@ -61,7 +61,7 @@ def test_a_run_without_data_or_a_store_says_so(base, tmp_path):
 
 
 def test_json(base, data, tmp_path):
-    result = run(base, data, tmp_path / "out", "--steps", "1", "--reuse", "none", "--json")
+    result = run(base, data, tmp_path / "out", "--steps", "1", "--reuse", "markers", "--json")
     report = json.loads(result.stdout)
     assert (report["steps"], report["rows"]) == (1, 1)
     assert [line["where"] for line in report["bad"]] == [f"{data}:2"]

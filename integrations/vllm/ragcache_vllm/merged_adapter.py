@@ -87,8 +87,7 @@ def _write(adapter: Adapter, base: Path, out: Path) -> None:
     config = json.loads((base / "config.json").read_text(encoding="utf-8"))
     text = config if "vocab_size" in config else config.get("text_config", config)
     text["vocab_size"] = adapter.vocab_size
-    if adapter.spec is not None:
-        config[SECTION] = adapter.spec.section()
+    config[SECTION] = adapter.spec.section()
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for path in sorted({path for name in TOKENIZER_FILES for path in adapter.directory.glob(name) if path.is_file()}):
         shutil.copyfile(path, out / path.name)
