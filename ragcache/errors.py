@@ -23,7 +23,7 @@
     ├── CancelledError                  the caller gave up
     ├── TimedOutError                   the time that the caller allowed is over
     ├── ClusterError                    a Ray cluster that cannot be used, or that lost its actors
-    ├── TraceError                      a recorded trace that cannot be read or written: file, line, reason
+    ├── TraceError                      a log of requests that cannot be read or written: file, line, reason
     ├── StoreError
     │   ├── StoreNotFoundError
     │   ├── StoreMismatchError          made by another model, embedder or schema version
@@ -164,8 +164,8 @@ class ClusterError(RagCacheError):
 
 
 class TraceError(RagCacheError):
-    """A trace cannot be read or written. `path`, `line` (None for the whole file) and `reason` give the place and
-    cause."""
+    """A log of requests cannot be read or written. `path`, `line` (None for the whole file) and `reason` give the place
+    and cause."""
 
     def __init__(self, path: str | os.PathLike[str], reason: str, line: int | None = None) -> None:
         self.path = os.fspath(path)

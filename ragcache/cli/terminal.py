@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, fields, is_dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
@@ -180,7 +179,7 @@ def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
     declared = _option_of(hint)
     if declared is not None:
         kind = hint.__origin__
-        for held, readable in ((Mapping, str | None), (Sequence, list[str] | None), (Path, Path | None)):
+        for held, readable in ((Mapping, str | None), (Sequence, list[str] | None)):
             kind = readable if held in _kinds(kind) else kind
         make = partial(size_option, default=_size_text(default)) if declared.is_size else option
         hint, default = Annotated[kind, make(declared.flag, declared.help)], None if default == () else default

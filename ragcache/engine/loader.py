@@ -136,7 +136,7 @@ class BlockLoader:
         handles = [encoder.key_of(chunk) for chunk in whole]
         started = time.perf_counter()
         question = _Question(self, encoder, documents, passing, dict(zip(handles, whole, strict=True)))
-        request, begun = self.kv.ask(handles), {} if ahead is None else ahead.take(handles)
+        begun = {} if ahead is None else ahead.take(handles)
         try:
             for handle in self.kv.lookup(question.chunks, "memory"):  # blocks in memory are never computed
                 if handle not in begun and (loaded := self.kv.fetch(handle)) is not None:
@@ -146,7 +146,7 @@ class BlockLoader:
             question.close()
             for handle in handles:  # in the chunks' order, whatever order they arrived in
                 if handle in question.read or handle in question.made:
-                    self.kv.serve(request, handle, question.read.get(handle))
+                    self.kv.count(question.read.get(handle))
         found = {handle: loaded.block for handle, loaded in question.read.items()} | question.made
         return LoadedBlocks(
             [_part(chunk, found[handle]) for chunk, handle in zip(chunks, handles, strict=True)],

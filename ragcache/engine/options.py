@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypedDict, get_args
 
 from ragcache.errors import Config, ConfigError, UnknownOptionError, check_choice, check_least
@@ -57,7 +56,7 @@ class StoreConfig(Config):
 
     database:     None: SQLite inside the store's directory. The directory records which database has its documents, and
                   another database is refused
-    codec, eviction, admission, trace, device_bytes, disk_bytes, ttl_s: see KVStore
+    codec, eviction, admission, device_bytes, disk_bytes, ttl_s: see KVStore
     index:        "flat" (exact), "hnsw", or "pgvector" (in the PostgreSQL database)
     read_only:    nothing is written, not even computed blocks
     prefix_bytes: budget for KV on the model's device that stays for later questions: exact KV of prompts, answers and
@@ -95,10 +94,6 @@ class StoreConfig(Config):
     admission: Annotated[
         str, Option("--admission", f"Filter for what may take its place: {', '.join(ADMISSIONS)}.")
     ] = "all"
-    trace: Annotated[
-        str | Path | None,
-        Option("--trace", "Append every access to blocks to this file, for `ragcache simulate`; no text."),
-    ] = None
     prefix_bytes: Annotated[
         int,
         Size("--prefix-memory", "Budget for exact KV of earlier prompts, which --method full goes on from; 0: none."),

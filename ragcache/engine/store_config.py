@@ -87,7 +87,6 @@ def open_kv(
         basis=basis,
         eviction=config.eviction,
         admission=config.admission,
-        trace=config.trace,
         read_only=config.read_only,
         foreign=foreign,
         seal=seal,
@@ -119,13 +118,13 @@ def open_foreign(
 def open_kv_to_fill(
     root: Path, config: StoreConfig, seal: Seal, remote: str | None = None, owner: str = "", basis: str | None = None
 ) -> KVStore:
-    """Open the store's KV in a process that only writes blocks: it keeps none in memory, and writes no trace.
+    """Open the store's KV in a process that only writes blocks: it keeps none in memory.
 
     remote: its URL, if the store has a remote; owner: id of the database that it belongs to; basis: see KVStore
 
     Raises the errors of `Connection.check`.
     """
-    alone = replace(config, database=None, remote=None, memory_bytes=0, device_bytes=0, trace=None)
+    alone = replace(config, database=None, remote=None, memory_bytes=0, device_bytes=0)
     return open_kv(root, alone, None if remote is None else connect(remote, owner, seal), basis=basis, seal=seal)
 
 

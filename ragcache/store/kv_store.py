@@ -25,7 +25,6 @@ from ragcache.store.tiers import CachedTier, DeviceTier, DiskTier, DurableTier, 
 from ragcache.store.tiers.demotion import Demotion
 from ragcache.store.tiers.key_locks import KeyLocks
 from ragcache.store.tiers.stack import Stored, TierStack
-from ragcache.store.trace import TraceWriter
 from ragcache.store.warn_once import WarnOnce
 
 if TYPE_CHECKING:
@@ -52,7 +51,6 @@ class KVStore:
     basis:        name of the basis for new blocks, if the codec needs a basis; see `add_basis`
     eviction:     name of the tiers' eviction policy
     admission:    "all", or "tinylfu": whether a full tier may refuse a new block to keep those that it has
-    trace:        file to which every access is appended (see ragcache/store/trace.py); None records nothing
     read_only:    `put`, `delete` and `sweep` raise StoreReadOnlyError; damaged blocks are not served, but not deleted
     referenced:   returns which of the given keys chunks refer to. With it, this process does not write a block again
                   that another process deleted, and `refresh` keeps a referenced block that only this process holds
@@ -66,7 +64,7 @@ class KVStore:
 
     Safe to call from several threads; several processes may share one root. Every block returned stays valid after it
     is evicted or deleted. Raises ConfigError for an unknown codec or policy, a budget below 0, or a malformed block
-    key; TraceError when the trace cannot be written.
+    key.
     """
 
     def __init__(
@@ -82,7 +80,6 @@ class KVStore:
         basis: str | None = None,
         eviction: str = "hyperbolic",
         admission: str = "all",
-        trace: str | Path | None = None,
         read_only: bool = False,
         referenced: Callable[[Iterable[str]], set[str]] | None = None,
         foreign: KVStore | None = None,
@@ -109,7 +106,7 @@ class KVStore:
             self._durable = CachedTier(self._durable, RemoteTier(remote, self._codec), fills=not read_only)
         self._expiry = Expiry(ttl_s, self._durable, writable=not read_only)
         self._complaints = WarnOnce(log)
-        self._counts = AccessCounts(None if trace is None else TraceWriter(Path(trace)))
+        self._counts = AccessCounts()
         self._key_locks = KeyLocks()
         self._demotion = Demotion(self._durable, self._key_locks, read_only, referenced)
         memory = MemoryTier(memory_bytes, self._new_policy(), is_pinned=self._pins.__contains__)
@@ -152,7 +149,6 @@ class KVStore:
                 if where == "memory" or stored:
                     block = self._tiers.promote(key, block)
                     self._expiry.use(key)
-        self._counts.made(key, block)
         return block
 
     def keep_foreign(self, key: str, block: KVBlock, owner: str, token_ids: Sequence[int]) -> KVBlock:
@@ -238,12 +234,12 @@ class KVStore:
         newer version wrote the block; that block stays.
         """
         loaded = self.fetch(key)
-        self._counts.asked(key, loaded)
+        self._counts.count(loaded)
         return loaded
 
     def fetch(self, key: str) -> Loaded | None:
         """Load a block as `get` does, but count no access, since the caller may not need the block. Report the blocks
-        that are used with `serve`."""
+        that are used with `count`."""
         with self._key_locks.hold(key):
             if self._drop_if_over(key):
                 return None
@@ -254,15 +250,9 @@ class KVStore:
                 self._expiry.use(key)
             return loaded
 
-    def ask(self, keys: Sequence[str]) -> str:
-        """Announce the keys that a request needs and return the request's name. Report the outcome for each key with
-        `serve`."""
-        return self._counts.announced(keys)
-
-    def serve(self, request: str, key: str, loaded: Loaded | None) -> None:
-        """Count and trace an access that `ask` announced. None means that no tier has the block; it is traced when it
-        is made."""
-        self._counts.served(request, key, loaded)
+    def count(self, loaded: Loaded | None) -> None:
+        """Count an access to a block that `fetch` has loaded. None means that no tier served the block."""
+        self._counts.count(loaded)
 
     def lookup(self, keys: Iterable[str], where: Literal["any", "durable", "memory"] = "any") -> dict[str, Stored]:
         """Return, for each block that is held, the fastest tier that has it and the bytes that reading it moves. Blocks
@@ -458,11 +448,10 @@ class KVStore:
         )
 
     def close(self) -> None:
-        """Close the tiers and the trace. Blocks that were returned stay valid. A second call is fine."""
+        """Close the tiers. Blocks that were returned stay valid. A second call is fine."""
         for tier in self._tiers:
             tier.close()
         self._demotion.delete_late()
-        self._counts.close()
         if self.foreign is not None and self.passages is not None:
             self.passages.close()
             self.foreign.close()

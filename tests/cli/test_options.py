@@ -97,7 +97,6 @@ def test_the_environment_stands_for_options_that_are_not_given(store):
         (["list", "--database", "nonsense://"], 2, "nonsense"),
         (["info", "--eviction", "random"], 2, "hyperbolic, lru"),
         (["info", "--admission", "bouncer"], 2, "all, tinylfu"),
-        (["info", "--trace", "/no/where/trace"], 1, "cannot be written"),
         (["serve", "--filter", "{"], 2, "not JSON"),
         (["serve", "--port", "0", "--timeout", "0"], 2, "timeout_s"),
         (["serve", "--port", "0", "--temperature", "-1"], 2, "temperature"),
@@ -267,7 +266,7 @@ def test_options_reach_the_engine():
 
 
 def test_options_of_every_kind_are_read_into_a_group():
-    """A size, JSON, several texts, a path, a choice, a flag: as the fields' types are, and their defaults else."""
+    """A size, JSON, several texts, a choice, a flag: as the fields' types are, and their defaults else."""
     app, found = typer.Typer(), []
 
     @app.command()
@@ -275,11 +274,11 @@ def test_options_of_every_kind_are_read_into_a_group():
     def act(store: StoreOptions, answer: AnswerOptions) -> None:
         found.append((store, answer))
 
-    told = "--memory 3GiB --trace t.jsonl --load never --stop a --stop b --no-hint --filter {}"
+    told = "--memory 3GiB --load never --stop a --stop b --no-hint --filter {}"
     for arguments in ([], told.format('{"a":1}').split()):
         result = CliRunner().invoke(app, arguments, env={name: None for name in os.environ if "RAGCACHE" in name})
         assert result.exit_code == 0, result.output
-    given = StoreOptions(memory_bytes=3 << 30, trace=Path("t.jsonl"), load="never")
+    given = StoreOptions(memory_bytes=3 << 30, load="never")
     answer = AnswerOptions(stop=("a", "b"), hint=False, filter={"a": 1})
     assert found == [(StoreOptions(), AnswerOptions()), (given, answer)]
 

@@ -24,7 +24,6 @@ from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
 from ragcache.store.prefill_rate import PrefillRate
 from ragcache.store.records import Chunk, NewChunk, NewDocument
-from ragcache_plan.accesses import read_trace
 
 IDS = [[10 * n + i for i in range(5 + n)] for n in range(6)]
 FAST, HOPELESS = 1e12, 1.0  # bytes/s
@@ -406,21 +405,17 @@ def test_nothing_is_read_ahead_from_a_slow_tier_from_memory_or_without_a_budget(
     assert roomy.counts().ahead_bytes == 0
 
 
-def test_the_trace_says_of_every_block_once_where_it_came_from(tmp_path, open_setup):
-    setup = open_setup(trace=tmp_path / "trace.jsonl")
+def test_every_block_is_counted_once_by_where_it_came_from(setup):
     setup.kv.delete(setup.handles[0])
     setup.load(setup.loader(FAST))
+    stats = setup.kv.stats()
+    assert (stats.hits_by_tier, stats.misses) == ({"memory": 0, "disk": len(setup.handles) - 1}, 1)
     setup.kv.refresh()
     for handle in setup.handles:
         setup.kv._tiers.volatile[0].delete(handle)
     setup.load(setup.loader(FAST, policy="never"))
-    lines = list(read_trace(tmp_path / "trace.jsonl"))
-    first = {line.handle: line.tier for line in lines if line.request == lines[0].request}
-    assert first == {setup.handles[0]: "computed"} | dict.fromkeys(setup.handles[1:], "disk")
-    second = [line for line in lines if line.request != lines[0].request]
-    assert {line.handle: line.tier for line in second} == dict.fromkeys(setup.handles, "computed")
-    assert len({line.request for line in second}) == 1
-    assert len(lines) == 12
+    stats = setup.kv.stats()
+    assert (stats.hits_by_tier["disk"], stats.misses) == (len(setup.handles) - 1, 1 + len(setup.handles))
 
 
 @pytest.mark.parametrize("options", [{"policy": "sometimes"}, {"ahead_bytes": -1}])

@@ -1,4 +1,4 @@
-"""`ragcache simulate`: budgets and eviction policies compared over a recorded trace."""
+"""`ragcache simulate`: budgets and eviction policies compared over a log of requests."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 @command
 def simulate(
     rates: RateOptions,
-    trace: Annotated[
-        Path, typer.Argument(help="A store's --trace, or a log: `ragcache record`'s, RAGPulse's or Mooncake's.")
-    ],
+    trace: Annotated[Path, typer.Argument(help="A log of requests: `ragcache record`'s, RAGPulse's or Mooncake's.")],
     memory: Annotated[
         list[int] | None, size_option("--memory", "Budget of the memory tier; may be repeated.", "2GiB")
     ] = None,
@@ -41,12 +39,12 @@ def simulate(
     ] = "eager",
     question_tokens: Annotated[int, option("--question-tokens", "Tokens that are run for every request.")] = 30,
     bytes_per_token: Annotated[
-        int, option("--bytes-per-token", "Of KV, for a log, which has lengths alone; see `ragcache plan`.", min=1)
+        int, option("--bytes-per-token", "Of KV, since a log has lengths alone; see `ragcache plan`.", min=1)
     ] = 131072,
     model: Annotated[str | None, option("--model", "Model that --measure runs.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Replay a recorded trace against budgets and policies, without a model.
+    """Replay a log of requests against budgets and policies, without a model.
 
     Beside each stands Belady's optimum, which knows the future, and the time to the first token that the rates give.
     """

@@ -125,6 +125,27 @@ def test_a_bad_line_of_a_table_is_named(tmp_path, file, lines, reason):
     assert reason in caught.value.reason
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(b"{", "not JSON"), (b"[" * 100_000, "not JSON"), (b"[1]", "not a JSON object"), (b"\xff\xfe\x00", "not UTF-8")],
+)
+def test_what_is_no_object_is_named(tmp_path, content, reason):
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b"%b\n\n%b\n" % (json.dumps(LINE).encode(), content))
+    with pytest.raises(TraceError, match=r"log\.jsonl, line 3: ") as caught:
+        list(read_log(path))
+    assert (caught.value.path, caught.value.line) == (str(path), 3)
+    assert reason in caught.value.reason
+
+
+def test_a_file_that_cannot_be_opened_or_is_empty_is_named(tmp_path):
+    with pytest.raises(TraceError, match="cannot be read"):
+        list(read_log(tmp_path / "absent"))
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(TraceError, match=r"empty\.jsonl: there is no access"):
+        recorded(tmp_path / "empty.jsonl")
+
+
 def test_a_directory_without_a_table_is_refused(tmp_path):
     write_ragpulse(tmp_path, [{"passages_ids": [1]}], {1: 3}, "")
     (tmp_path / "3_history.jsonl").unlink()

@@ -17,7 +17,7 @@ from ragcache_plan.stated import shape_of
 
 SHAPE = ["--layers", 32, "--kv-heads", 8, "--head-dim", 128]
 CORPUS = ["--documents", 100, "--tokens", 1000]
-TRACE = [("a", "one", 4096), ("a", "two", 2048), ("b", "one", 4096), ("b", "three", 1024)]
+TRACE = [[["one", 16], ["two", 8]], [["one", 16], ["three", 4]]]
 
 
 def test_plan_is_the_librarys():
@@ -104,49 +104,40 @@ def test_plan_sizes_a_log(tmp_path):
 @pytest.fixture
 def trace(tmp_path):
     path = tmp_path / "trace.jsonl"
-    fields = {"at": 0, "tokens": 8, "tier": "disk"}
-    lines = [{"request": request, "handle": handle, "bytes": size, **fields} for request, handle, size in TRACE]
+    lines = [
+        {"timestamp": at, "input_length": 1, "output_length": 1, "hash_ids": {"passages_ids": passages}}
+        for at, passages in enumerate(TRACE)
+    ]
     path.write_text("\n".join(map(json.dumps, lines)))
     return path
 
 
 def test_simulate_is_the_librarys(trace):
     result = invoke("simulate", trace, "--memory", "4KiB", "--memory", "1MiB", "--disk", "8KiB", "--kv", "lazy",
-                    "--question-tokens", 7, "--prefill-rate", 4000, "--json")  # fmt: skip
+                    "--question-tokens", 7, "--prefill-rate", 4000, "--bytes-per-token", 256, "--json")  # fmt: skip
     assert result.exit_code == 0, result.output
     budgets = [Budgets(size << 10, 8 << 10, eager=False) for size in (4, 1024)]
     rates = MachineRates(4000.0)
-    outcomes = simulate(recorded(trace), budgets, list(POLICIES), list(ADMISSIONS), rates, question_tokens=7)
+    outcomes = simulate(recorded(trace, 256), budgets, list(POLICIES), list(ADMISSIONS), rates, question_tokens=7)
     expected = [outcome.to_json() for outcome in outcomes]
     assert json.loads(result.stdout)["outcomes"] == json.loads(json.dumps(expected))
 
 
 def test_simulate_takes_room_in_tokens(trace):
-    """Bytes of a token by the mean over the blocks: 7,168 bytes for 24 tokens."""
-    result = invoke("simulate", trace, "--room", 24, "--eviction", "lru", "--admission", "all", "--json")
+    """All 28 tokens of the blocks, by the bytes that a token has if none are given."""
+    result = invoke("simulate", trace, "--room", 28, "--eviction", "lru", "--admission", "all", "--json")
     (outcome,) = json.loads(result.stdout)["outcomes"]
-    assert outcome["memory_bytes"] == 7168
+    assert outcome["memory_bytes"] == 28 * 131072
     assert outcome["token_rate"]["memory"] + outcome["token_rate"]["disk"] == 1
 
 
 def test_simulate_in_words(trace):
-    result = invoke("simulate", trace, "--memory", "4KiB", "--eviction", "lru", "--admission", "all")
+    options = "--bytes-per-token", 256, "--memory", "4KiB", "--eviction", "lru", "--admission", "all"
+    result = invoke("simulate", trace, *options)
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("2 requests, 4 reads of 3 blocks, 7.0 KiB in all")
     assert sum(line.startswith("4.0 KiB") for line in result.stdout.splitlines()) == 1
     assert "Belady" in result.stdout
-
-
-def test_simulate_replays_what_a_store_recorded(store, tmp_path):
-    trace = tmp_path / "trace.jsonl"
-    for question in ("Where is the cat?", "Dogs?"):
-        options = ["--method", "reposition", "--k", 2, "--max-tokens", 1, "--trace", trace]
-        asked = invoke("ask", question, "--store", store, *options)
-        assert asked.exit_code == 0, asked.output
-    result = invoke("simulate", trace, "--memory", "1GiB", "--eviction", "lru", "--admission", "all", "--json")
-    assert result.exit_code == 0, result.output
-    (outcome,) = json.loads(result.stdout)["outcomes"]
-    assert (outcome["requests"], outcome["accesses"]) == (2, 4)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +149,7 @@ def test_simulate_replays_what_a_store_recorded(store, tmp_path):
         (["--memory", "1MiB", "--room", 9], 2, "give one of them"),
         (["--question-tokens", -1], 2, "--question-tokens is -1"),
         (["/no/such/trace"], 1, "/no/such/trace: cannot be read"),
-        (["bad.jsonl"], 1, "bad.jsonl, line 1: it has no 'request'"),
+        (["bad.jsonl"], 1, "bad.jsonl, line 1: 'timestamp' is None"),
     ],
 )
 def test_simulate_refuses_in_one_line(arguments, status, message, trace):

@@ -12,12 +12,11 @@ from eviction_model import MODELS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcache.errors import ConfigError, TraceError
+from ragcache.errors import ConfigError
 from ragcache.store.eviction import ADMISSIONS, POLICIES
 from ragcache.store.kv_store import KVStore
-from ragcache.store.trace import Access
 from ragcache_papers.tinylfu import CountMinSketch
-from ragcache_plan.accesses import Accesses, from_accesses, read_trace, recorded
+from ragcache_plan.accesses import Accesses
 from ragcache_plan.optimum import next_uses, optimum
 from ragcache_plan.rates import MachineRates
 from ragcache_plan.replay import Budgets, replay
@@ -120,15 +119,12 @@ def test_a_replay_equals_a_model(policy, admission, requests, sizes, memory_byte
 @pytest.mark.parametrize("admission", ADMISSIONS)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("eager", [True, False])
-def test_a_replay_equals_the_store_that_recorded_it(policy, admission, eager, tmp_path):
-    """A real store with tensors writes the trace; the replay serves every access from the same tier."""
+def test_a_replay_equals_a_store(policy, admission, eager, tmp_path):
+    """A real store with tensors answers the same requests; the replay serves as many accesses from each tier."""
     random, sizes = np.random.default_rng(1), [3, 5, 7, 4, 6, 9]
     unit = make_block(0, num_tokens=1).num_bytes
     requests = [list(dict.fromkeys((random.zipf(1.6, 3) % 6).tolist())) for _ in range(60)]
-    trace_path = tmp_path / "trace.jsonl"
-    with KVStore(
-        tmp_path / "kv", memory_bytes=14 * unit, eviction=policy, admission=admission, trace=trace_path
-    ) as store:
+    with KVStore(tmp_path / "kv", memory_bytes=14 * unit, eviction=policy, admission=admission) as store:
         if eager:
             for number, tokens in enumerate(sizes):
                 store.put(make_key(number), make_block(number, num_tokens=tokens))
@@ -138,8 +134,8 @@ def test_a_replay_equals_the_store_that_recorded_it(policy, admission, eager, tm
                 if store.get(make_key(block)) is None:
                     store.put(make_key(block), make_block(block, num_tokens=sizes[block]))
         stats = store.stats()
-    trace = recorded(trace_path)
-    assert len(trace) == sum(len(request) for request in requests)
+    alone = [[block] for request in requests for block in request]
+    trace = Accesses.of(alone, unit * np.array(sizes), np.array(sizes))
     done = replay(trace, Budgets(14 * unit, None, eager), policy, admission, RATES)
     assert done.hits == stats.hits_by_tier
     assert done.computed == stats.misses
@@ -214,20 +210,9 @@ def test_percentiles_are_those_of_requests():
     )
 
 
-def test_recorded_requests_that_ran_at_once_are_told_apart():
-    lines = [("r1", "a", 4), ("r2", "b", 8), ("r1", "c", 2), ("r2", "a", 5)]
-    trace = from_accesses(Access(request, handle, size, size, "disk", 0.0) for request, handle, size in lines)
-    assert trace.blocks.tolist() == [0, 2, 1, 0]
-    assert trace.starts.tolist() == [0, 2, 4]
-    assert trace.num_bytes.tolist() == [5, 8, 2], "the last size counts"
-
-
-def test_an_empty_trace_is_refused(tmp_path):
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(TraceError, match=r"empty\.jsonl: there is no access"):
-        recorded(tmp_path / "empty.jsonl")
+def test_an_empty_trace_is_refused():
     with pytest.raises(ConfigError, match="no access"):
-        list(simulate(from_accesses([]), [Budgets(1)], ["lru"]))
+        list(simulate(make_trace([], []), [Budgets(1)], ["lru"]))
 
 
 @pytest.mark.parametrize("budget", [-1, 1, 7])
@@ -247,49 +232,3 @@ def test_a_sketch_of_the_simulator_has_room_for_every_block():
 def test_outcomes_are_json(tmp_path: Path):
     (outcome,) = simulate(make_trace([[0, 1], [0]], [4, 8]), [Budgets(8)], ["hyperbolic"])
     assert json.loads(json.dumps(outcome.to_json(), allow_nan=False))["optimum_exact"] is False
-
-
-# Files of accesses
-
-GOOD = {"at": 1.5, "request": "a.0", "handle": "h", "bytes": 8, "tokens": 2, "tier": "disk"}
-
-
-def test_a_good_line_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(json.dumps(GOOD) + "\n\n" + json.dumps(GOOD | {"more": 1}) + "\n")
-    assert list(read_trace(path)) == [Access("a.0", "h", 8, 2, "disk", 1.5)] * 2
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("{", "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        ("[1]", "not a JSON object"),
-        (json.dumps({name: value for name, value in GOOD.items() if name != "bytes"}), "no 'bytes'"),
-        (json.dumps(GOOD | {"bytes": -1}), "whole numbers"),
-        (json.dumps(GOOD | {"bytes": 10**26}), "whole numbers"),
-        (json.dumps(GOOD | {"tokens": 2**40 + 1}), "whole numbers"),
-        (json.dumps(GOOD | {"tokens": 1.5}), "whole numbers"),
-        (json.dumps(GOOD | {"tokens": True}), "whole numbers"),
-        (json.dumps(GOOD | {"handle": ""}), "not empty"),
-        (json.dumps(GOOD | {"tier": 3}), "not empty"),
-        (json.dumps(GOOD | {"at": "noon"}), "number of seconds"),
-        (json.dumps(GOOD | {"at": float("inf")}), "number of seconds"),
-        (b"\xff\xfe\x00", "not UTF-8"),
-        (json.dumps(GOOD)[:40], "not JSON"),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path: Path, line: str | bytes, reason: str) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_bytes(b"%b\n\n%b\n" % (json.dumps(GOOD).encode(), line.encode() if isinstance(line, str) else line))
-    with pytest.raises(TraceError, match=r"trace\.jsonl, line 3: ") as caught:
-        list(read_trace(path))
-    assert (caught.value.path, caught.value.line) == (str(path), 3)
-    assert reason in caught.value.reason
-
-
-def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
-    for name in ("", "absent"):  # a directory, and nothing
-        with pytest.raises(TraceError, match="cannot be read"):
-            list(read_trace(tmp_path / name))
