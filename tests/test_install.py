@@ -81,7 +81,6 @@ EXTRAS = {
     ".": ["otel", "server", "structured", "train"],
     "apps/chatbot": ["server"],
     "extras/documents": ["documents"],
-    "extras/plan": ["bench"],
     "extras/train": ["train"],
     "extras/watch": ["watch"],
     "integrations/anthropic": ["server"],

@@ -121,24 +121,3 @@ class Census:
 def shares(counts: Counter[str]) -> dict[str, float]:
     total = sum(counts.values())
     return {name: 100 * counts[name] / total if total else 0.0 for name in SHARES}
-
-
-def draw(found: dict[str, Any], path: str) -> None:
-    """Write a PNG of the shares by day. Raises ConfigError where matplotlib is not installed."""
-    from ragcache.errors import ConfigError
-
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("pictures need matplotlib; pip install 'ragcache-kv[bench]', or leave --plot out") from error
-    rows = {"all": found["shares"], **found["by_kind"], **found["by_day"]}
-    figure = Figure(figsize=(7, 1 + 0.35 * len(rows)), layout="constrained")
-    axes, left = figure.subplots(), [0.0] * len(rows)
-    for name in SHARES:
-        widths = [row[name] for row in rows.values()]
-        axes.barh(list(rows), widths, left=left, label=name)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    axes.invert_yaxis()
-    axes.set_xlabel("% of prompt tokens")
-    axes.legend(ncols=len(SHARES), loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    figure.savefig(path, dpi=150)

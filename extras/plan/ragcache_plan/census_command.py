@@ -17,12 +17,11 @@ from ragcache_plan.rate_options import RateOptions
 def census(
     rates: RateOptions,
     log: Annotated[Path, typer.Argument(help="Requests: OpenAI's, Open WebUI's, vLLM's or LiteLLM's, or a trace.")],
-    plot: Annotated[Path | None, option("--plot", "Write a picture to this PNG.")] = None,
     model: Annotated[str | None, option("--model", "Model that --measure runs.")] = None,
     as_json: Json = False,
 ) -> None:
     """Count the shares of prefix, moved, changed and new tokens in a log of requests, without a model."""
-    from ragcache_plan.census import SHARES, Census, draw
+    from ragcache_plan.census import SHARES, Census
     from ragcache_plan.request_logs import read_log
 
     speed, counted = rates.rates(model), Census()
@@ -34,8 +33,6 @@ def census(
             f"{log}: holds no request ({reasons}); give OpenAI's JSON lines, or another log named in --help"
         )
     found = counted.to_json(speed)
-    if plot is not None:
-        draw(found, str(plot))
     if as_json:
         print_json(found)
         return
