@@ -210,13 +210,15 @@ def _reads(card: ModelCard, engine: Connection | EmbeddedModel | None, method: F
 
 
 def _company(store: StoreParts, config: StoreConfig, card: ModelCard, chosen: OpenOptions) -> Recipe | None:
-    """Return the recipe of an empty store whose model was not trained for reuse; None for other stores.
+    """Return the recipe of an empty store whose model was not trained for reuse, or after a primer alone; None for
+    other stores.
 
     Passages of such a model are encoded after a short primer and two neighbours (docs/methods.md, "Neighbours"). A
     store opened with a recipe, a method or a number of neighbours uses those instead.
     """
     is_chosen = chosen.method not in (None, AUTO) or config.neighbours is not None
-    if is_chosen or config.read_only or card.reuse is not None or card.is_recurrent:
+    is_trained = card.reuse is not None and (card.reuse.method, card.reuse.recipe) != ("reposition", PRIMER)
+    if is_chosen or config.read_only or is_trained or card.is_recurrent:
         return None
     bound, passages = store.documents.properties(), store.kv.passages
     if NEIGHBOURS in bound or KV_SHARE in bound or store.documents.documents(limit=1):

@@ -15,6 +15,7 @@ from ragcache.engine.verdict import FILE, MethodVerdict, Verdict, load_verdict, 
 from ragcache.errors import ConfigError
 from ragcache.fusion import get_method
 from ragcache.models.primer import PRIMERS
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_vllm.request_layout import served_name
 
 QUESTION = "Where do dogs bark?"
@@ -114,6 +115,18 @@ def test_a_new_store_of_an_untrained_model_encodes_passages_in_company(open_kb, 
         stored = kb.store.kv.get(hit.chunk.handle)
         assert stored is not None
         assert stored.block.equal(own)
+
+
+@pytest.mark.parametrize(("recipe", "neighbours"), [("primer", 2), ("prefix", 0)])
+def test_a_model_trained_behind_a_primer_reads_in_company_too(open_kb, tmp_path, recipe, neighbours):
+    lm = rc.load_lm(save_tiny_llama(tmp_path / "long", positions=4096))
+    lm.reuse = TrainedTokens("reposition", recipe=recipe)
+    with open_kb(tmp_path / "new", model=lm, method=None) as kb:
+        kb.ingest([rc.Document(f"d{number}", text) for number, text in enumerate(TEXTS)])
+        assert kb.info().neighbours == neighbours
+        answer = kb.ask("Where does Rex bark?", k=3, sampling=SHORT)
+    assert answer.method == "reposition"
+    assert {hit.kv for hit in answer.hits} <= {"disk", "memory"}
 
 
 def test_who_asks_for_something_else_gets_that(open_kb, tmp_path, linked):
