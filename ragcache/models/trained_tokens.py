@@ -12,7 +12,8 @@ form is Block-Attention (Ma et al., arXiv 2409.15355), which is KVLink with no l
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,10 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "markers": ("doc_start_id", "doc_end_id", "positions"),
     "reposition": (),
 }
+
+# Names of the tokens that training adds to a vocabulary; link tokens by slot and place, from 1.
+LINK_NAME = "<|link_{}_{}|>"
+KV_START, KV_END = "<|kv_start|>", "<|kv_end|>"
 
 # Checkpoints of KVLink's own code have no section; they use these of Llama 3's reserved ids.
 LLAMA3_VOCABULARY = 128256
@@ -114,6 +119,21 @@ class TrainedTokens:
         """Return the layout of KVLink's own checkpoints trained from Llama 3: K link tokens, over reserved ids."""
         slots = (_LLAMA3_KV_START - _LLAMA3_FIRST_LINK) // link_tokens if link_tokens else 0
         return cls("link", "isolated", link_tokens, slots, _LLAMA3_FIRST_LINK, _LLAMA3_KV_START, _LLAMA3_KV_END)
+
+    @classmethod
+    def of_vocabulary(cls, vocabulary: Mapping[str, int]) -> TrainedTokens | None:
+        """Return the link tokens that training has added to a vocabulary; None if it has none.
+
+        For files that hold a vocabulary and no section, as GGUF files do. They do not say which recipe the model was
+        trained for.
+        """
+        pattern = re.compile(re.escape(LINK_NAME).replace(r"\{\}", r"(\d+)"))
+        places = [(int(found[1]), int(found[2])) for name in vocabulary if (found := pattern.fullmatch(name))]
+        if not places or not {KV_START, KV_END} <= vocabulary.keys():
+            return None
+        slots, tokens = (max(numbers) for numbers in zip(*places, strict=True))
+        first = vocabulary[LINK_NAME.format(1, 1)]
+        return cls("link", "isolated", tokens, slots, first, vocabulary[KV_START], vocabulary[KV_END])
 
     def section(self) -> dict[str, Any]:
         """Return the section "ragcache" of config.json."""

@@ -15,7 +15,15 @@ from transformers import AddedToken, PreTrainedModel, PreTrainedTokenizerBase
 
 from ragcache.errors import ConfigError
 from ragcache.models.adapter import Adapter
-from ragcache.models.trained_tokens import LLAMA3_VOCABULARY, SECTION, TrainedTokens, grown
+from ragcache.models.trained_tokens import (
+    KV_END,
+    KV_START,
+    LINK_NAME,
+    LLAMA3_VOCABULARY,
+    SECTION,
+    TrainedTokens,
+    grown,
+)
 from ragcache.prompt import list_controls
 
 REUSES = ("link", "markers")
@@ -57,8 +65,8 @@ def _link_spec(tokenizer: PreTrainedTokenizerBase, link_tokens: int, link_slots:
         )
     if _is_llama3(tokenizer):
         return _llama3_spec(link_tokens, link_slots)
-    names = [f"<|link_{slot + 1}_{place + 1}|>" for slot in range(link_slots) for place in range(link_tokens)]
-    *links, start, end = _ids(tokenizer, [*names, "<|kv_start|>", "<|kv_end|>"])
+    names = [LINK_NAME.format(slot + 1, place + 1) for slot in range(link_slots) for place in range(link_tokens)]
+    *links, start, end = _ids(tokenizer, [*names, KV_START, KV_END])
     return TrainedTokens("link", "isolated", link_tokens, link_slots, links[0], start, end)
 
 

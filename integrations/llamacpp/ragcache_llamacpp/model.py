@@ -25,6 +25,7 @@ from ragcache.models.encode import AbandonedSignal
 from ragcache.models.gguf_copy import known_sha256
 from ragcache.models.pull import find_gguf
 from ragcache.models.scheduler import Scheduler
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_llamacpp.context import LlamaContext, Row
 from ragcache_llamacpp.options import NAME, NUMBERS, LlamaOptions
 from ragcache_llamacpp.sequences import CellSequence, SequencePool, same
@@ -53,7 +54,9 @@ class LlamaModel(BlockModel):
         path = find_gguf(name)
         config = load_config(str(path), name)
         text_config = config.get_text_config(decoder=True)
-        super().__init__(config, load_generation(str(path)), load_tokenizer(str(path)), 0, "", str(name))
+        tokenizer = load_tokenizer(str(path))
+        trained = None if tokenizer is None else TrainedTokens.of_vocabulary(tokenizer.get_vocab())
+        super().__init__(config, load_generation(str(path)), tokenizer, 0, "", str(name), trained)
         width = int(getattr(text_config, "head_dim", 0) or text_config.hidden_size // text_config.num_attention_heads)
         if options.kv != "f16" and width % EIGHT_BIT_WIDTH:
             raise ConfigError(

@@ -8,6 +8,7 @@ from gguf_files import BOS, EOS, TOKENS, write
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen2Config
 
 import ragcache as rc
+from ragcache.models.trained_tokens import KV_END, KV_START, LINK_NAME
 from ragcache_demo.bag_of_words import BagOfWords
 
 pytest.importorskip("gguf")
@@ -36,7 +37,14 @@ FAMILIES = {
     "gemma3": (Gemma3TextConfig, SLIDING),
     "yarn": (LlamaConfig, {}),
     "wide": (LlamaConfig, {"head_dim": 64}),
+    "linked": (LlamaConfig, {"vocab_size": len(TOKENS) + 1 + 8}),
 }
+LINKS = [LINK_NAME.format(slot, place) for slot in (1, 2, 3) for place in (1, 2)]
+LINKED = {
+    "tokenizer.ggml.tokens": [*VOCABULARY["tokenizer.ggml.tokens"], *LINKS, KV_START, KV_END],
+    "tokenizer.ggml.token_type": [*VOCABULARY["tokenizer.ggml.token_type"], *[3] * 8],
+}
+OWN = {"yarn": VOCABULARY | YARN, "linked": VOCABULARY | LINKED}
 FACTS = {
     "clubs": "The rowing club of Kelbrook meets on Monday.",
     "mills": "The old mill of Thornton was sold in 1904.",
@@ -48,7 +56,7 @@ def write_family(directory: Path, family: str) -> Path:
     kind, own = FAMILIES[family]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(kind(**SIZES | own)).eval()
-    return write(directory / f"{family}.gguf", model, VOCABULARY | (YARN if family == "yarn" else {}))
+    return write(directory / f"{family}.gguf", model, OWN.get(family, VOCABULARY))
 
 
 def _write_all(tmp_path_factory) -> dict[str, Path]:

@@ -12,6 +12,8 @@ import ragcache as rc
 from ragcache import errors
 from ragcache.cli.commands import build_app
 from ragcache.engine.answer import Token
+from ragcache.fusion import get_method
+from ragcache.fusion.fuse import PromptPlan
 from ragcache.kv.opaque_block import OpaqueBlock
 from ragcache.models.ollama import MODEL_LAYER
 
@@ -39,6 +41,24 @@ def test_a_recipe_of_company_is_the_default(open_llama):
     assert kb.ask(QUESTION, k=2, sampling=SHORT, method="epic").method == "epic"
     assert kb.doctor().sound
     assert kb._parts.block_keys.recipe.neighbours == 1
+
+
+def test_link_tokens_of_the_vocabulary_run_between_passages(open_llama, files):
+    """As the embedded engine reads the same weights; a converted file states its link tokens by their names alone."""
+    kb = open_llama(model=files["linked"])
+    assert kb.ask(QUESTION, k=2, sampling=SHORT).method == "link"
+    lm = rc.load_lm(str(files["linked"]), dtype="float32")
+    lm.reuse = kb.lm.reuse
+    assert (lm.reuse.link_slots, lm.reuse.link_tokens, lm.reuse.link_ids(2)) == (3, 2, [265, 266])
+    prompt = rc.Prompt([1, 40, 41], [list(range(50, 90)), list(range(60, 95))], [70, 71, 72])
+    plan = PromptPlan.of(kb.lm, get_method("link"), prompt)
+    found = kb.lm.prefill(plan, kb.lm.encode(prompt.chunk_ids), 8)
+    expected = rc.fuse(lm, prompt, "link").logits.log_softmax(-1)
+    assert found.layout.num_tokens == 3 + 40 + 35 + 3 + 2 * 2 + 2
+    kl = (expected.exp() * (expected - found.logits.float().log_softmax(-1))).sum()
+    apart = rc.fuse(lm, prompt, "reposition").logits.log_softmax(-1)
+    assert kl < 0.01 < (expected.exp() * (expected - apart)).sum()
+    found.cache.release()
 
 
 @pytest.mark.parametrize("method", ["full", "reposition", "epic"])
