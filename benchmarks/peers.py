@@ -32,12 +32,15 @@ from benchmarks.timing import Ratio, Samples, Theft, Timing, ratio
 from ragcache.errors import check_choice
 from ragcache.models.load import DTYPES
 
+STREAMS = ("zipf", "conversations", "askers")
+
 
 @dataclass(frozen=True)
 class Settings:
     """passages x tokens of context, then suffix tokens; answer: tokens decoded
 
     peers, dtypes: the first dtype is asked everything, others `new`, `again` and `random` only
+    more:     streams of the first dtype beyond these
     rounds:   of new and again; questions: of random and zipf; conversations x turns
     slow_rounds: of each, for peers that take 10 s a prompt and decide no goal
     pool:     passages known beforehand; zipf: exponent
@@ -48,6 +51,7 @@ class Settings:
 
     peers: tuple[str, ...] = tuple(PEERS)
     dtypes: tuple[str, ...] = ("bfloat16", "float32")
+    more: tuple[str, ...] = STREAMS
     shape: str = "SmolLM2-135M"
     passages: int = 10
     tokens: int = 500
@@ -72,10 +76,12 @@ class Settings:
             check_choice("--peers", name, tuple(PEERS))
         for name in self.dtypes:
             check_choice("--dtypes", name, tuple(DTYPES))
+        for name in self.more:
+            check_choice("--more", name, STREAMS)
 
 
-def ask_everything(table: Table, settings: Settings, streams: Streams, *, whole: bool) -> None:
-    """Put all questions. whole: all streams; else the streams that need the fewest questions.
+def ask_everything(table: Table, settings: Settings, streams: Streams, more: Sequence[str]) -> None:
+    """Put the questions of all streams that every dtype gets, then those of `more`.
 
     For a row with nothing to keep between questions a single stream is enough: transformers, and `full` over passages
     that were not requested in this order, only get `new`.
@@ -88,15 +94,15 @@ def ask_everything(table: Table, settings: Settings, streams: Streams, *, whole:
         table.ask("again", number, streams.again(number), leave_out=[REFERENCE])
     for number, question in enumerate(streams.random(settings.questions)):
         table.ask("random", number, question, leave_out=[REFERENCE, "ragcache full"])
-    if not whole:
-        return
-    for number, question in enumerate(streams.zipf(settings.questions)):
+    for number, question in enumerate(streams.zipf(settings.questions if "zipf" in more else 0)):
         table.ask("zipf", number, question, leave_out=[REFERENCE, "ragcache full"])
-    for turn, questions in enumerate(streams.conversations(settings.conversations, settings.turns)):
+    conversations = streams.conversations(settings.conversations, settings.turns) if "conversations" in more else []
+    for turn, questions in enumerate(conversations):
         for number, question in enumerate(questions):
             at = number * (settings.turns - 1) + turn - 1 if turn else number
             table.ask("later turn" if turn else "first turn", at, question, leave_out=[REFERENCE])
-    ask_together(table, settings, streams)
+    if "askers" in more:
+        ask_together(table, settings, streams)
 
 
 def ask_together(table: Table, settings: Settings, streams: Streams) -> None:
@@ -111,7 +117,7 @@ def ask_together(table: Table, settings: Settings, streams: Streams) -> None:
         table.ask_together("random", burst, elsewhere, leave_out=left_out)
 
 
-def run_dtype(settings: Settings, dtype: str, whole: bool, workdir: Path, streams: Streams) -> Run:
+def run_dtype(settings: Settings, dtype: str, more: Sequence[str], workdir: Path, streams: Streams) -> Run:
     table = Table(Run(dtype), settings, streams)
     with ExitStack() as stack:
         for name in settings.peers:
@@ -128,7 +134,7 @@ def run_dtype(settings: Settings, dtype: str, whole: bool, workdir: Path, stream
             }
             start = partial(PeerProcess, PEERS[name], settings.environments.resolve(), config, directory / "log.txt")
             table.start(name, start, stack)
-        ask_everything(table, settings, streams, whole=whole)
+        ask_everything(table, settings, streams, more)
     return table.run
 
 
@@ -146,7 +152,7 @@ def measure(settings: Settings, run: Surroundings) -> Iterator[Result]:
     streams = Streams(sizes_of(settings))
     runs: list[Run] = []
     for dtype in settings.dtypes:
-        runs.append(run_dtype(settings, dtype, not runs, run.workdir, streams))
+        runs.append(run_dtype(settings, dtype, () if runs else settings.more, run.workdir, streams))
         ratios = {name: found for one in runs for name, found in ratios_of(one)}
         timings = {f"{one.dtype}, {cell}: {row}": timing for one in runs for cell, row, timing in timings_of(one)}
         figures = {"dtypes": {one.dtype: figures_of(one) for one in runs}}

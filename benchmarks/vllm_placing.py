@@ -122,7 +122,7 @@ def measure(settings: Settings, run: Run) -> Result:
     shape = write_model(run.workdir / "model", settings.shape, settings.dtype)
     store = StoreLayout(run.workdir / "kb")
     store.create()
-    with KVStore(store.kv, memory_bytes=0) as kv:
+    with KVStore(store.kv, memory_bytes=0, seal=store.seal()) as kv:
         for key in make_plan(ids, layout, FINGERPRINT).keys:
             kv.put(key, random_block(shape, "raw", settings.tokens))
     llm = engine(run.workdir / "model", store.root, settings, -(-(len(ids) + 8) // 64) * 64)

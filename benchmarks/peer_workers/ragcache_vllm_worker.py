@@ -34,7 +34,7 @@ class RagCacheVLLMWorker(VLLMWorker):
         self._layout = StoreLayout(Path(config["directory"]) / "store")
         self._layout.create()
         self._encoder = ModelEncoder(rc.load_lm(config["model"], dtype=config["dtype"]))
-        self._store = KVStore(self._layout.kv, memory_bytes=0)
+        self._store = KVStore(self._layout.kv, memory_bytes=0, seal=self._layout.seal())
         super().__init__(config)
 
     def options(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A test double of vLLM's completion server: it answers what a test tells it to."""
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,12 +14,13 @@ class VllmDouble:
     """Serves a model under `name`.
 
     ids:       of every answer, a token an event; cached: prompt tokens that it says it did not compute
+    wait_s:    before each event
     answer:    replaces the whole answer to a completion: called with the handler
     bodies, keys, traces: of the requests it got; left: set when a client hung up before the answer's end
     """
 
-    def __init__(self, name: str, ids: list[int], cached: int | None = None) -> None:
-        self.name, self.ids, self.cached = name, ids, cached
+    def __init__(self, name: str, ids: list[int], cached: int | None = None, wait_s: float = 0.0) -> None:
+        self.name, self.ids, self.cached, self.wait_s = name, ids, cached, wait_s
         self.models: bytes | None = None
         self.longest = 4096
         self.status = 200
@@ -86,6 +88,7 @@ def handler_of(double: VllmDouble) -> type[BaseHTTPRequestHandler]:
         def stream(self) -> None:
             self.begin()
             for event in double.events():
+                time.sleep(double.wait_s)
                 self.event(event)
             self.wfile.write(b"data: [DONE]\n\n")
 
@@ -105,3 +108,9 @@ def handler_of(double: VllmDouble) -> type[BaseHTTPRequestHandler]:
             pass
 
     return Handler
+
+
+if __name__ == "__main__":  # as a process of its own, for a test that kills it
+    with serving(VllmDouble("tiny", [5, 6, 7, 8], wait_s=0.05)) as made:
+        print(made.url, flush=True)
+        sys.stdin.read()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ragcache.errors import MissingBlockError
+from ragcache.errors import MissingBlockError, StoreReadOnlyError
 from ragcache.kv.block import KVBlock
 from ragcache.store.directory import StoreLayout
 from ragcache.store.kv_store import KVStore
@@ -18,6 +18,16 @@ MOST_KNOWN = 1 << 16
 """Number of files remembered as verified, at about 300 bytes each."""
 
 
+def refuse_unwritable(layout: StoreLayout) -> None:
+    """Raise StoreReadOnlyError if this process may not keep copies of a remote's blocks in the store's directory."""
+    where = layout.kv if layout.kv.exists() else layout.root
+    if not os.access(where, os.W_OK):
+        raise StoreReadOnlyError(
+            f"{where}: this user may not write here, where copies of the remote's blocks are kept; start vLLM as the "
+            "user that owns the folder, or with another --store and the same --database"
+        )
+
+
 class StoredBlocks:
     """Blocks in a store's directory; with a remote, copies of its blocks.
 
@@ -25,7 +35,7 @@ class StoredBlocks:
     owner:      id of the database that the remote belongs to
     disk_bytes: budget of the copies; None: unlimited
 
-    Raises SchemaVersionError, SealError, StoreNotFoundError, ConfigError.
+    Raises SchemaVersionError, SealError, StoreNotFoundError, ConfigError, and with a remote StoreReadOnlyError.
     """
 
     def __init__(self, root: str | Path, remote: str = "", owner: str = "", disk_bytes: int | None = None) -> None:
@@ -37,6 +47,7 @@ class StoredBlocks:
         if not remote:
             self._kv = KVStore(layout.kv, memory_bytes=0, read_only=True, seal=seal)
             return
+        refuse_unwritable(layout)
         connection = connect(os.environ.get(REMOTE_VARIABLE) or remote, owner, seal, read_only=True)
         self._kv = KVStore(layout.kv, memory_bytes=0, disk_bytes=disk_bytes, remote=connection, seal=seal)
 

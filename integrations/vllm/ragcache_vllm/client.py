@@ -1,7 +1,7 @@
 """An HTTP client of vLLM's completion servers: token ids in, token ids out.
 
 Several servers over a store form an engine: a request goes to the server that its key belongs to, by rendezvous hashing
-(Thaler & Ravishankar, 1998), and to the next by rank if that server does not answer.
+(Thaler & Ravishankar, 1998), and to the next by rank if that server does not answer, or fails before the first token.
 
 A thread runs an event loop for all requests. When a caller abandons a request, its task is cancelled, its connection
 closes, and vLLM stops computing it.
@@ -15,7 +15,9 @@ import logging
 import queue
 import sys
 import threading
-from collections.abc import Coroutine, Generator, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -30,6 +32,7 @@ from ragcache.models.sampler import TokenScores
 log = logging.getLogger(__name__)
 CONNECT_S = 5.0
 SILENCE_S = 300.0  # for an engine that works on other requests first
+ASKED_LAST_S = 10.0  # of a server that was not reached: a machine that is down costs CONNECT_S at each attempt
 ERROR_BYTES = 1 << 16
 UNREACHED = (httpx.ConnectError, httpx.ConnectTimeout)
 TIMEOUT = httpx.Timeout(SILENCE_S, connect=CONNECT_S, pool=CONNECT_S)
@@ -57,6 +60,7 @@ class VllmClient:
         self.name = name
         self._servers = [EngineServer(one, _http_address(one)) for one in url.split(",")]
         self._key = key
+        self._unreached: dict[EngineServer, float] = {}  # when, by time.monotonic
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client: httpx.AsyncClient | None = None
@@ -95,10 +99,12 @@ class VllmClient:
         return Completion(self, {**body, "model": self.name}, limit, self.ranked(key))
 
     def ranked(self, key: str) -> list[EngineServer]:
-        """Return all servers, beginning with the owner of a key. Adding or removing a server moves only its own
-        keys.
+        """Return all servers, beginning with the owner of a key; servers that were just not reached come last. Adding
+        or removing a server moves only its own keys.
         """
-        return sorted(self._servers, key=lambda server: digest([server.url, key]))
+        since = time.monotonic() - ASKED_LAST_S
+        down = {server for server, at in self._unreached.items() if at > since}
+        return sorted(self._servers, key=lambda server: (server in down, digest([server.url, key])))
 
     def close(self) -> None:
         """Close all connections; a later request opens new ones."""
@@ -125,29 +131,50 @@ class VllmClient:
         out: queue.SimpleQueue[Any],
         headers: Mapping[str, str],
     ) -> None:
-        """Put each event of a completion's stream into `out`, then None, or the error that ended it."""
-        for number, server in enumerate(servers):
+        """Put each event of a completion's stream into `out`, then None, or the error that ended it.
+
+        A request that a server fails before the first event is repeated on one further server, not on all, because the
+        request itself may be what ends them. A server that was too busy to be reached in time is tried again after the
+        others.
+        """
+        failures, left, busy = 0, deque(servers), set[EngineServer]()
+        while left:
+            server, has_begun = left.popleft(), False
             try:
-                await self._pump(body, server, out, headers)
+                async for event in self._events(body, server, headers):
+                    has_begun = True
+                    out.put(event)
+                out.put(None)
                 return
             except Exception as error:  # any error: the caller waits for it
-                if not isinstance(error, UNREACHED) or number == len(servers) - 1:
-                    out.put(_translated(server, error))
+                failed = _translated(server, error)
+                if isinstance(error, UNREACHED):
+                    self._unreached[server] = time.monotonic()
+                else:
+                    failures += 1
+                if isinstance(error, httpx.ConnectTimeout) and server not in busy:
+                    busy.add(server)
+                    left.append(server)
+                if has_begun or not left or failures > 1 or not isinstance(failed, _ServerFailedError):
+                    out.put(failed)
                     return
-                log.warning("nothing answers at %s: its question goes to %s", server.url, servers[number + 1].url)
+                log.warning("%s: its question goes to %s", failed, left[0].url)
 
-    async def _pump(
-        self, body: Mapping[str, Any], server: EngineServer, out: queue.SimpleQueue[Any], headers: Mapping[str, str]
-    ) -> None:
+    async def _events(
+        self, body: Mapping[str, Any], server: EngineServer, headers: Mapping[str, str]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the events of a completion's stream."""
         async with self._http().stream("POST", f"{server.base}/v1/completions", json=body, headers=headers) as response:
             await self._check(server, response)
             async for line in response.aiter_lines():
                 if line == "data: [DONE]":
-                    out.put(None)
                     return
                 if line.startswith("data: "):
-                    out.put(json.loads(line[len("data: ") :]))
-        out.put(broken(server.url, "its stream ended early"))
+                    event = json.loads(line[len("data: ") :])
+                    if not isinstance(event, dict) or "error" in event:
+                        raise broken(server.url, _said(event))
+                    yield event
+        raise broken(server.url, "its stream ended early")
 
     async def _get(self, server: EngineServer, path: str) -> bytes:
         async with self._http().stream("GET", server.base + path, timeout=CONNECT_S) as response:
@@ -193,7 +220,8 @@ class VllmClient:
             )
         if status == 404:
             raise _other_model(server, said)
-        raise EngineError(f"{server.url} answered {status}: {said}")
+        kind = _ServerFailedError if status >= 500 else EngineError
+        raise kind(f"{server.url} answered {status}: {said}")
 
 
 def trace_context() -> dict[str, str]:
@@ -217,7 +245,7 @@ class Completion:
     ) -> None:
         self.cached_tokens: int | None = None
         self._limit = limit
-        self._url = engine.url
+        self._url = engine.url  # of all servers
         self._likeliest = int(body.get("logprobs") or 0)
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._is_over = False
@@ -251,12 +279,12 @@ class Completion:
                 event = self._events.get(timeout=self._limit.poll_s())
             except queue.Empty:
                 continue
-            if isinstance(event, dict) and "error" not in event:
+            if isinstance(event, dict):
                 self._note(event)
                 return event
             self._is_over = True
             if event is not None:
-                raise event if isinstance(event, RagCacheError) else broken(self._url, _said(event))
+                raise event
         return None
 
     def _scores(self, event: Mapping[str, Any]) -> list[TokenScores]:
@@ -272,9 +300,13 @@ class Completion:
             self.cached_tokens = cached
 
 
+class _ServerFailedError(EngineError):
+    """A failure of a server, which another server need not have."""
+
+
 def broken(url: str, why: str) -> EngineError:
     """Return the error of an answer that ended too early."""
-    return EngineError(f"{url} broke off ({why}); its log says more. Ask again")
+    return _ServerFailedError(f"{url} broke off ({why}); its log says more. Ask again")
 
 
 def _other_model(server: EngineServer, said: str) -> ModelMismatchError:
@@ -288,7 +320,9 @@ def _translated(server: EngineServer, error: Exception) -> RagCacheError:
     if isinstance(error, RagCacheError):
         return error
     if isinstance(error, UNREACHED):
-        return EngineError(f"nothing answers at {server.url} ({error or 'timed out'}); start it with `ragcache vllm`")
+        return _ServerFailedError(
+            f"nothing answers at {server.url} ({error or 'timed out'}); start it with `ragcache vllm`"
+        )
     if isinstance(error, httpx.TimeoutException):
         return EngineError(f"{server.url} was silent for too long; look at its log, or ask when there is less to do")
     return broken(server.url, str(error) or type(error).__name__)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ragcache.errors import StoreNotFoundError
+from ragcache.errors import ConfigError, StoreNotFoundError
+from ragcache_vllm import VLLM_VERSION
 from ragcache_vllm.request_layout import served_name
 
 WORKERS = {"cpu": "ragcache_vllm.worker.RagCacheCPUWorker", "cuda": "ragcache_vllm.worker.RagCacheGPUWorker"}
@@ -74,6 +75,15 @@ def vllm_command(settings: EngineSettings, bound: Mapping[str, Any], model: str)
     names = ["--served-model-name", str(bound.get("model_name", model)), served_name(str(bound["fingerprint"]))]
     flags = ["--disable-hybrid-kv-cache-manager", "--enable-prompt-tokens-details"]
     return [*server, *pairs, *names, *flags, *settings.more]
+
+
+def refuse_other_release(version: str) -> None:
+    """Raise ConfigError for a version of vLLM that the connector is not written for."""
+    if not version.startswith(f"{VLLM_VERSION}."):
+        raise ConfigError(
+            f"vLLM {version} is installed and ragcache's connector is written for {VLLM_VERSION}: "
+            f"pip install 'vllm=={VLLM_VERSION}.*'"
+        )
 
 
 def transfer_config(extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from ragcache.errors import ConfigError
 from ragcache.kv.lane import Lane
-from ragcache_vllm import VLLM_VERSION
 from ragcache_vllm.blocks import StoredBlocks
+from ragcache_vllm.command import refuse_other_release
 from ragcache_vllm.merged_adapter import refuse_other_checkpoint
 from ragcache_vllm.placing import PagedLayer, Shard, WorkerSide
 from ragcache_vllm.probe import is_kernel_right
@@ -171,11 +171,7 @@ def _check_model(name: str, checkpoint: str) -> None:
 
 def _check(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise ConfigError for a configuration that cannot be served, with a way out."""
-    if not vllm.__version__.startswith(f"{VLLM_VERSION}."):
-        raise ConfigError(
-            f"vLLM {vllm.__version__} is installed and ragcache's connector is written for {VLLM_VERSION}: "
-            f"pip install 'vllm=={VLLM_VERSION}.*'"
-        )
+    refuse_other_release(vllm.__version__)
     if len(kv_cache_config.kv_cache_groups) > 1:
         raise ConfigError("the layers have pages of several kinds; start vLLM with --disable-hybrid-kv-cache-manager")
     if config.model_config.use_mla:

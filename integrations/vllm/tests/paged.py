@@ -1,0 +1,73 @@
+"""Pages of vLLM's cache without vLLM, and a worker that places blocks on them."""
+
+from collections.abc import Sequence
+
+import torch
+from op_counts import PagedAttention
+from torch import Tensor
+
+from ragcache.fusion.layout import Span
+from ragcache.kv.block import KVBlock
+from ragcache.models.language_model import LanguageModel
+from ragcache_vllm.placing import PagedLayer, Shard, WorkerSide, page_views
+from ragcache_vllm.plan import Load, Stretch
+
+PAGES, PAGE_TOKENS = 24, 16
+# Two requests of one step: parts of blocks, pages in no order.
+LOADS = [
+    Load("one", [Stretch("a", Span(3, 43), 0), Stretch("b", Span(50, 80), 9)], [7, 2, 9, 4, 1], [], 90, False),
+    Load("two", [Stretch("b", Span(0, 20), 0)], [12, 3], [], 30, False),
+]
+NUM_LAYERS = 3
+WHOLE = Shard(0, 1)
+
+
+class CardAttention(PagedAttention):
+    """A layer of vLLM 0.32's on CUDA: a token's key stands before its value, tokens before heads."""
+
+    def __init__(self, num_pages: int, num_kv_heads: int, page_tokens: int, head_dim: int, dtype: torch.dtype) -> None:
+        super().__init__(num_pages, num_kv_heads, page_tokens, head_dim, dtype)
+        self.kv_cache = torch.zeros(num_pages, page_tokens, num_kv_heads, 2 * head_dim, dtype=dtype).transpose(1, 2)
+
+    def do_kv_cache_update(self, layer: object, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
+        for rank, slot in enumerate(slots.tolist()):
+            cache[slot // PAGE_TOKENS, :, slot % PAGE_TOKENS] = torch.cat([keys[rank], values[rank]], -1)
+
+
+class CardLayer(PagedLayer):
+    @property
+    def pages(self) -> tuple[Tensor, Tensor]:
+        return page_views(self.layer.kv_cache, by_channel=False)
+
+
+def paged_layers(lm: LanguageModel, ranks: int = 1, *, card: bool = False, pages: int = PAGES) -> dict[str, PagedLayer]:
+    """Pages full of numbers; layers in no order."""
+    layer_of, attention = (CardLayer, CardAttention) if card else (PagedLayer, PagedAttention)
+    found = {}
+    for index in (1, 0, 2):
+        shape = lm.shape.layers[index]
+        made = attention(pages, shape.num_kv_heads // ranks, PAGE_TOKENS, shape.key_dim, lm.dtype)
+        made.kv_cache.copy_(torch.randn(made.kv_cache.shape, generator=torch.Generator().manual_seed(index)))
+        found[f"layers.{index}"] = layer_of(index, made)
+    return found
+
+
+def worker(
+    lm: LanguageModel,
+    blocks: dict[str, KVBlock],
+    layers: dict[str, PagedLayer],
+    shard: Shard = WHOLE,
+    lane: object = None,
+    *,
+    by_kernel: bool = True,
+) -> WorkerSide:
+    side = WorkerSide(blocks.get, lm.rope, shard, PAGE_TOKENS, lane, by_kernel=by_kernel)  # type: ignore[arg-type]
+    side.register(layers, lm.dtype, 128)
+    return side
+
+
+def step(side: WorkerSide, loads: Sequence[Load] = LOADS) -> None:
+    side.begin(loads)
+    for index in range(NUM_LAYERS):
+        side.place(f"layers.{index}")
+    side.end()
