@@ -253,7 +253,8 @@ class Trainer:
         path = self.out / "checkpoint.safetensors"
         if not path.exists():
             return
-        self.progress = Progress(**json.loads(read_metadata(path)["progress"]))
+        with safe_open(path, framework="pt") as file:
+            self.progress = Progress(**json.loads(file.metadata()["progress"]))
         self._load(load_file(path))
 
     def _load(self, state: dict[str, Tensor]) -> None:
@@ -273,11 +274,6 @@ def save_model(model: Any, tokenizer: Any, directory: Path) -> None:
     halved.config.pad_token_id = halved.generation_config.pad_token_id = token_id(PAD)
     halved.save_pretrained(directory)
     save_tokenizer(tokenizer, directory)
-
-
-def read_metadata(path: Path) -> dict[str, str]:
-    with safe_open(path, framework="pt") as file:
-        return file.metadata()  # type: ignore[no-any-return]
 
 
 def below(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

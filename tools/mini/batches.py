@@ -31,7 +31,6 @@ class Stage:
     or by the answer up to the value), "completions" (the same over whole passages) or "questions".
     passages: least and largest number of passages in a context.
     two_hop_share: share of batches whose questions need two documents.
-    relations: only these, or all.
     threshold: the share of answers that must be exactly right before the next stage joins.
     rate: of learning, as a share of the run's.
     """
@@ -44,7 +43,6 @@ class Stage:
     threshold: float
     rate: float = 1.0
     two_hop_share: float = 0.0
-    relations: tuple[str, ...] = ()
 
 
 class Encoded(NamedTuple):
@@ -122,38 +120,12 @@ class BatchMaker:
         return Encoded(context, self.rng.choices(asked, k=num_questions))
 
     def _registry_row(self, stage: Stage, hops: int, passages: int) -> Encoded:
-        questions: list[registry.Question] = []
-        while not questions:
-            if self.rng.random() < ALIKE_SHARE:
-                world = registry.draw_world(self.rng, registry.DataSplit.TRAIN, passages * WORLD_A_PASSAGE)
-                chosen = alike(self.rng, world, hops, passages)
-            else:
-                world = registry.draw_world(self.rng, registry.DataSplit.TRAIN, passages)
-                chosen = self.rng.sample(sorted(world.entities), passages)
-            documents = [registry.write_document(self.rng, world.entities[name]) for name in chosen]
-            questions = self._questions(stage, hops, world, documents)
-        while len(questions) < stage.num_questions:
-            questions += self._questions(stage, hops, world, documents)
-        asked = self.rng.sample(questions, stage.num_questions)
+        documents, asked = draw_plain(self.rng, hops, passages, stage.num_questions)
         ask = self._completion if stage.kind == "completions" else self._question
-        context = self._context([registry.passage_text(self.rng, document) for document in documents])
-        return Encoded(context, [ask(question) for question in asked])
-
-    def row(self, passages: Sequence[str], asked: Sequence[registry.Question]) -> Encoded:
-        """A context of these texts and questions about it."""
-        return Encoded(self._context(passages), [self._question(question) for question in asked])
-
-    def _questions(
-        self, stage: Stage, hops: int, world: registry.World, documents: list[registry.Article]
-    ) -> list[registry.Question]:
-        questions = registry.answerable_questions(self.rng, world, documents)
-        return [q for q in questions if q.hops == hops and (not stage.relations or q.path in stage.relations)]
-
-    def _context(self, passages: Sequence[str]) -> list[int]:
         context = [*self._prefix]
-        for text in passages:
-            context += self._encode(text)
-        return context
+        for document in documents:
+            context += self._encode(registry.passage_text(self.rng, document))
+        return Encoded(context, [ask(question) for question in asked])
 
     def _question(self, question: registry.Question) -> tuple[list[int], list[int]]:
         return self._encode(suffix_text(question.text)), [*self._encode(question.answer), self._eos]
@@ -166,7 +138,35 @@ class BatchMaker:
         return self.tokenizer.encode(text).ids
 
 
-def alike(rng: random.Random, world: registry.World, hops: int, passages: int) -> list[str]:
+def draw_plain(
+    rng: random.Random, hops: int, passages: int, num_questions: int
+) -> tuple[list[registry.Article], list[registry.Question]]:
+    """Draw documents of the training split, most often of like entities, and questions that need `hops` of them.
+
+    Where the documents answer fewer questions, some are asked again in other words.
+    """
+    found: list[registry.Question] = []
+    while not found:
+        if rng.random() < ALIKE_SHARE:
+            world = registry.draw_world(rng, registry.DataSplit.TRAIN, passages * WORLD_A_PASSAGE)
+            chosen = _alike(rng, world, hops, passages)
+        else:
+            world = registry.draw_world(rng, registry.DataSplit.TRAIN, passages)
+            chosen = rng.sample(sorted(world.entities), passages)
+        documents = [registry.write_document(rng, world.entities[name]) for name in chosen]
+        found = _questions(rng, world, documents, hops)
+    while len(found) < num_questions:
+        found += _questions(rng, world, documents, hops)
+    return documents, rng.sample(found, num_questions)
+
+
+def _questions(
+    rng: random.Random, world: registry.World, documents: list[registry.Article], hops: int
+) -> list[registry.Question]:
+    return [question for question in registry.answerable_questions(rng, world, documents) if question.hops == hops]
+
+
+def _alike(rng: random.Random, world: registry.World, hops: int, passages: int) -> list[str]:
     """Entities of one kind, or pairs of two kinds in which the first refers to the second.
 
     Only the name tells which passage a question is about, so the kind of the answer is no short cut.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from ragcache_eval.registry import Article, DataSplit, Entity, World, answerable_questions, write_document
+from ragcache_eval.registry import Article, DataSplit, World, answerable_questions, write_document
 from ragcache_eval.registry.documents import joined
 
 SEED = 7
@@ -38,7 +38,8 @@ def corpus_world(seed: int = SEED) -> World:
     """A world of some 300 entities, all held out. A club's people come from anywhere."""
     rng = random.Random(f"corpus/{seed}")
     world = World(rng, DataSplit.HELD_OUT, namesakes=False, rare_share=0.0)
-    towns = [world.add_town(river) for river in _rivers(world) for _ in range(rng.randint(*TOWNS_A_RIVER))]
+    rivers = [world.add_river() for _ in range(NUM_RIVERS)]
+    towns = [world.add_town(river) for river in rivers for _ in range(rng.randint(*TOWNS_A_RIVER))]
     homes = [town for town in towns for _ in range(rng.randint(*PEOPLE_A_TOWN))]
     clubs = [world.add_club() for _ in range(-(-len(homes) // PEOPLE_A_CLUB))]
     places = [club for club in clubs for _ in range(PEOPLE_A_CLUB)]
@@ -99,10 +100,6 @@ def write_corpus(out: Path, seed: int = SEED) -> None:
         writers[path.suffix](path, file.document)
     lines = "".join(json.dumps(line) + "\n" for line in corpus_questions(world, files, seed))
     out.with_name(f"{out.name}_questions.jsonl").write_text(lines, encoding="utf-8")
-
-
-def _rivers(world: World) -> list[Entity]:
-    return [world.add_river() for _ in range(NUM_RIVERS)]
 
 
 def _markdown(path: Path, document: Article) -> None:

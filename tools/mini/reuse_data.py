@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ragcache_eval import registry
-from ragcache_eval.registry.contexts import WORLD_A_PASSAGE
-from tools.mini.batches import ALIKE_SHARE, alike
+from tools.mini.batches import draw_plain
 
 PASSAGES = (2, 16)
 NUM_QUESTIONS = 10
@@ -55,10 +54,11 @@ def draw_row(rng: random.Random, passages: int, kind: str | None = None) -> Row:
     if kind == "leaning":
         documents, questions = _leaning_row(rng, passages)
     else:
-        documents, questions = _plain_row(rng, 2 if kind == "two-hop" else 1, passages)
+        documents, questions = draw_plain(rng, 2 if kind == "two-hop" else 1, passages, NUM_QUESTIONS)
     texts = [registry.passage_text(rng, document) for document in documents]
     subjects = [document.id.removesuffix(", continued") for document in documents]
-    return Row(texts, subjects, questions, kind == "leaning")
+    distinct = {question.text: question for question in questions}
+    return Row(texts, subjects, list(distinct.values()), kind == "leaning")
 
 
 def _draw_kind(rng: random.Random, shares: Mapping[str, float]) -> str:
@@ -68,31 +68,7 @@ def _draw_kind(rng: random.Random, shares: Mapping[str, float]) -> str:
 def _leaning_row(rng: random.Random, passages: int) -> tuple[list[registry.Article], list[registry.Question]]:
     context = registry.draw_leaning(rng, passages)
     pools = [context.plain if rng.random() < PLAIN_SHARE else context.questions for _ in range(NUM_QUESTIONS)]
-    return context.passages, _distinct([rng.choice(pool) for pool in pools])
-
-
-def _plain_row(rng: random.Random, hops: int, passages: int) -> tuple[list[registry.Article], list[registry.Question]]:
-    questions: list[registry.Question] = []
-    while not questions:
-        if rng.random() < ALIKE_SHARE:
-            world = registry.draw_world(rng, registry.DataSplit.TRAIN, passages * WORLD_A_PASSAGE)
-            chosen = alike(rng, world, hops, passages)
-        else:
-            world = registry.draw_world(rng, registry.DataSplit.TRAIN, passages)
-            chosen = rng.sample(sorted(world.entities), passages)
-        documents = [registry.write_document(rng, world.entities[name]) for name in chosen]
-        questions = [
-            question for question in registry.answerable_questions(rng, world, documents) if question.hops == hops
-        ]
-    while len(questions) < NUM_QUESTIONS:  # again, in other words
-        questions += [
-            question for question in registry.answerable_questions(rng, world, documents) if question.hops == hops
-        ]
-    return documents, _distinct(rng.sample(questions, NUM_QUESTIONS))
-
-
-def _distinct(questions: list[registry.Question]) -> list[registry.Question]:
-    return list({question.text: question for question in questions}.values())
+    return context.passages, [rng.choice(pool) for pool in pools]
 
 
 def main() -> None:
