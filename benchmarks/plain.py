@@ -75,20 +75,17 @@ def generate(
 
 
 @torch.inference_mode()
-def read_chunks(
-    model: PreTrainedModel, chunks: Sequence[Sequence[int]], batch_chunks: int, *, head: bool, mask: bool
-) -> None:
-    """Forward passes over right-padded batches, long chunks together, keys and values thrown away.
+def read_chunks(model: PreTrainedModel, chunks: Sequence[Sequence[int]], batch_chunks: int) -> None:
+    """Run the decoder without its head over right-padded batches, long chunks together; throw keys and values away.
 
-    head: run the language-model head too, on every token, as a plain call of the model does
-    mask: pass the padding mask, as a tokenizer's output does; causal attention does not need it on the right
+    Causal attention needs no mask of padding on the right.
     """
-    reader = model if head else model.base_model
     ordered = sorted(chunks, key=len, reverse=True)
     for start in range(0, len(ordered), batch_chunks):
         rows = ordered[start : start + batch_chunks]
-        ids, present = _padded(rows, model.device)
-        reader(input_ids=ids, attention_mask=present if mask else None, use_cache=False)
+        longest = len(rows[0])
+        ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=model.device)
+        model.base_model(input_ids=ids, attention_mask=None, use_cache=False)
 
 
 class Clock(BaseStreamer):  # type: ignore[misc]
@@ -107,13 +104,6 @@ class Clock(BaseStreamer):  # type: ignore[misc]
     @property
     def seconds(self) -> list[float]:
         return self._stamps[1:]
-
-
-def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    longest = max(len(row) for row in rows)
-    ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
-    lengths = torch.tensor([len(row) for row in rows], device=device)
-    return ids, (torch.arange(longest, device=device)[None] < lengths[:, None]).long()
 
 
 def _last(logits: Tensor) -> Tensor:

@@ -111,7 +111,7 @@ def test_ingest(tmp_path: Path) -> None:
     # 2 layers x 2 KV heads x 12 wide x keys and values x 4 bytes, and a header a block
     assert 384 < found["figures"]["bytes_per_token"] < 500
     assert 540 <= found["figures"]["tokens"] <= 700
-    assert list(found["timings"]) == [ingest.WHOLE, ingest.DECODER, ingest.CALL]
+    assert list(found["timings"]) == [ingest.WHOLE, ingest.DECODER]
 
 
 def test_decode(tmp_path: Path) -> None:
