@@ -153,7 +153,8 @@ def measure(settings: Settings, run: Run) -> Result:
     samples = alternate(_variants(bench, counts), settings.rounds, settings.long_rounds, device, run.journal)
     ratios = {f"{row} / {FULL}": ratio(samples, row, FULL) for row in [*bench.methods, FLOOR, LINK_FLOOR]}
     link = f"link, {LINK_TOKENS} tokens"
-    ratios |= {f"{row} / {floor}": ratio(samples, row, floor) for row, floor in _over_floors(link)}
+    over_floors = (("reposition", FLOOR), (link, LINK_FLOOR), (link, FLOOR))
+    ratios |= {f"{row} / {floor}": ratio(samples, row, floor) for row, floor in over_floors}
     figures = {f"{row}: {what}": value for row, by_what in counts.items() for what, value in by_what.items()}
     return run.result(summarise(samples), ratios, {**figures, **checks}, _goals(settings, ratios, figures))
 
@@ -165,10 +166,6 @@ def _variants(bench: Bench, counts: Mapping[str, Mapping[str, float]]) -> list[V
     variants = [row(name, method) for name, method in bench.methods.items()]
     variants += [Variant(FLOOR, bench.floor), Variant(LINK_FLOOR, bench.link_floor)]
     return [*variants, Variant(FULL, bench.plain_full, long=True)]
-
-
-def _over_floors(link: str) -> list[tuple[str, str]]:
-    return [("reposition", FLOOR), (link, LINK_FLOOR), (link, FLOOR)]
 
 
 def _goals(settings: Settings, ratios: Mapping[str, Ratio], figures: Mapping[str, float]) -> list[Goal]:

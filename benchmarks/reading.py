@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -20,7 +19,7 @@ from benchmarks.shapes import Built
 from ragcache.engine.loader import BlockLoader
 from ragcache.errors import MissingBlockError, RagCacheError
 from ragcache.fusion.fuse import FuseOutput, fuse
-from ragcache.fusion.method import FusionMethod, Placer
+from ragcache.fusion.method import Placer
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.kv.fused_cache import FusedCache
@@ -30,16 +29,11 @@ from ragcache_papers.kvtc_fit import stand_in
 
 
 def random_prompt(vocab_size: int, passages: int, tokens: int, suffix: int, seed: int) -> Prompt:
-    drawn = random_ids(vocab_size, passages * tokens + suffix, seed)
+    """Return a prompt of tokens without a meaning: the work does not depend on it."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn: list[int] = torch.randint(vocab_size, (passages * tokens + suffix,), generator=generator).tolist()
     ends = range(tokens, passages * tokens + 1, tokens)
     return Prompt(prefix_ids=[], chunk_ids=[drawn[end - tokens : end] for end in ends], suffix_ids=drawn[-suffix:])
-
-
-def random_ids(vocab_size: int, count: int, seed: int) -> list[int]:
-    """Return tokens without a meaning: the work does not depend on it."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn: list[int] = torch.randint(vocab_size, (count,), generator=generator).tolist()
-    return drawn
 
 
 def truncate(cache: FusedCache, num_tokens: int) -> None:
@@ -143,11 +137,7 @@ class Bench:
         return self._reposition(self._in_hand)
 
     def reposition_memory(self) -> int:
-        return self.from_memory("reposition")
-
-    def from_memory(self, method: str | FusionMethod) -> int:
-        """By any method over blocks read alone."""
-        return first_token(fuse(self.lm, self.prompt, method, self.load_memory(), reserve_tokens=0))
+        return self._reposition(self.load_memory())
 
     def reposition_disk(self) -> int:
         return self._reposition(self.load_disk())
@@ -185,17 +175,12 @@ class Bench:
     def plain_full(self) -> int:
         return int(plain.full_prefill(self.plain, self.prompt.ids).argmax())
 
-    def close(self) -> None:
-        _close(self._loader)
-        _close(self._disk)
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+    def __exit__(self, *_: object) -> None:
+        _close(self._loader)
+        _close(self._disk)
 
 
 def agreement(bench: Bench) -> dict[str, float]:

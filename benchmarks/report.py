@@ -147,13 +147,6 @@ def write(result: Result, directory: Path) -> Path:
     return path
 
 
-def goal_row(goal: Goal, hardware: Mapping[str, Any]) -> list[str]:
-    """Measured, interval, pairs, verdict."""
-    interval = "-" if goal.low is None or goal.high is None else f"{goal.low:.4g} to {goal.high:.4g}"
-    pairs = "-" if goal.pairs is None else str(goal.pairs)
-    return [f"{goal.measured:.4g}", interval, pairs, goal.verdict(hardware)]
-
-
 GOALS_HEAD = ("| goal | limit | measured | 95 % | pairs | |", "|---|---|---|---|---|---|")
 
 
@@ -170,7 +163,11 @@ def goals_of(found: Mapping[str, Any]) -> list[Goal]:
 
 
 def goal_line(goal: Goal, hardware: Mapping[str, Any]) -> str:
-    return f"| {goal.what} | {goal.kind} {goal.limit:g} | {' | '.join(goal_row(goal, hardware))} |"
+    """Return a goal's row of the table: limit, measured, interval, pairs, verdict."""
+    interval = "-" if goal.low is None or goal.high is None else f"{goal.low:.4g} to {goal.high:.4g}"
+    pairs = "-" if goal.pairs is None else str(goal.pairs)
+    limit = f"{goal.kind} {goal.limit:g}"
+    return f"| {goal.what} | {limit} | {goal.measured:.4g} | {interval} | {pairs} | {goal.verdict(hardware)} |"
 
 
 def page(found: Mapping[str, Any]) -> list[str]:
