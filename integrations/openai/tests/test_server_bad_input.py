@@ -113,7 +113,6 @@ def test_metadata_has_openais_limits(client, store, metadata):
     for call in (
         lambda: client.vector_stores.create(metadata=metadata),
         lambda: client.vector_stores.update(store, metadata=metadata),
-        lambda: client.conversations.create(metadata=metadata),
         lambda: answer(client, metadata=metadata),
     ):
         assert refused(call).param.startswith("metadata")
@@ -158,12 +157,11 @@ def test_a_list_goes_on_behind_a_detached_file(client, store):
 
 
 def test_cursors_that_never_were_are_refused(client, store):
-    first, conversation = answer(client).id, client.conversations.create().id
+    first = answer(client).id
     for call in (
         lambda **at: client.files.list(**at),
         lambda **at: client.vector_stores.list(**at),
         lambda **at: client.vector_stores.files.list(store, **at),
-        lambda **at: client.conversations.items.list(conversation, **at),
         lambda **at: client.responses.input_items.list(first, **at),
     ):
         for id in ("nothing", "\0", "file-\U0001f600"):
