@@ -161,29 +161,23 @@ class Records:
         limit: int,
         newest_first: bool,
         after: str | None = None,
-        before: str | None = None,
         state: str | None = None,
         ids: Sequence[str] | None = None,
     ) -> Page:
-        """Return objects of a kind in order of creation, from after `after`, up to `before`. Either may have been
-        deleted meanwhile.
+        """Return objects of a kind in order of creation, from after `after`, which may have been deleted meanwhile.
 
-        Raises ConfigError for a bound that never existed.
+        Raises ConfigError for an object that never existed.
         """
         if "\0" in (state or ""):  # PostgreSQL would refuse NUL
             return Page([], False)
         wanted = [objects.c.kind == kind, objects.c.owner == owner, objects.c.parent == parent]
         wanted += [] if state is None else [objects.c.state == state]
         wanted += [] if ids is None else [objects.c.id.in_(ids)]
-        for name, id, behind in (("after", after, True), ("before", before, False)):
-            if id:
-                bound, rises = self._number(owner, id, name), behind != newest_first
-                wanted.append(objects.c.number > bound if rises else objects.c.number < bound)
-        # A page right before an object is read backwards from that object.
-        backwards = bool(before) and not after
-        found = self._select(and_(*wanted), limit=limit + 1, newest_first=newest_first != backwards)
-        page = found[:limit]
-        return Page(page[::-1] if backwards else page, len(found) > limit)
+        if after:
+            bound = self._number(owner, after)
+            wanted.append(objects.c.number < bound if newest_first else objects.c.number > bound)
+        found = self._select(and_(*wanted), limit=limit + 1, newest_first=newest_first)
+        return Page(found[:limit], len(found) > limit)
 
     def states(self, kind: str, parent: str, ids: Sequence[str] | None = None) -> dict[str, tuple[int, int]]:
         """Return for each state the number of files below `parent` and their bytes."""
@@ -245,8 +239,8 @@ class Records:
                 return
             yield piece
 
-    def _number(self, owner: str, id: str, name: str) -> int:
-        """Return the number of an object that bounds a list; the object may have been deleted."""
+    def _number(self, owner: str, id: str) -> int:
+        """Return the number of an object after which a list goes on; the object may have been deleted."""
         if found := [one.number for one in self.among([id]) if one.owner == owner]:
             return found[0]
         with self._reading() as connection:
@@ -254,7 +248,8 @@ class Records:
                 query = select(func.max(gone.c.number)).where(gone.c.id == id, gone.c.owner == owner)
                 if (number := connection.scalar(query)) is not None:
                     return int(number)
-        raise unknown_bound(name, id)
+        message = f"there is no object {id!r} to list from; leave 'after' out to begin at the beginning"
+        raise ConfigError(message, "after")
 
     def _select(
         self, *wanted: ColumnElement[bool], limit: int | None = None, newest_first: bool = False
@@ -293,10 +288,6 @@ def _delete(connection: Connection, wanted: ColumnElement[bool]) -> None:
 
 def _record(row: RowMapping) -> Record:
     return Record(**{name: row[name] for name in Record._fields})
-
-
-def unknown_bound(name: str, id: str) -> ConfigError:
-    return ConfigError(f"there is no object {id!r} to list from; leave {name!r} out to begin at the beginning", name)
 
 
 def new_id(beginning: str) -> str:

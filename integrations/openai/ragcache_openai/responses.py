@@ -27,9 +27,9 @@ from ragcache.server.error_object import event
 from ragcache.server.http_errors import ApiError, errors, streamed
 from ragcache.server.service import Work
 from ragcache.server.wire import AnswerModel, LooseModel, Name, RequestModel, Text
-from ragcache_openai.api import Bounds, Caller, CallerParam, Deleted, Id, ListOf, Metadata, absent
+from ragcache_openai.api import Caller, CallerParam, Deleted, Id, Metadata, absent
 from ragcache_openai.items import InputItem, InputItems, InputMessage, check_room, kept_items, messages_of, text_of
-from ragcache_openai.records import Record, new_id, unknown_bound
+from ragcache_openai.records import Record, new_id
 from ragcache_openai.search import FileSearchTool, check_stores, files_in, place_of, shown_hits, translated
 
 
@@ -328,24 +328,6 @@ def _chain(caller: Caller, id: str) -> list[dict[str, Any]]:
 async def get_response(caller: CallerParam, id: str) -> Response:
     record = await caller.find(RESPONSE, id, "response", "response_id")
     return Response(json.dumps(record.body["response"]), media_type="application/json")
-
-
-@router.get(
-    "/v1/responses/{id}/input_items",
-    summary="What a kept answer was asked, without what it went on from",
-    responses=errors(400, 404),
-)
-async def list_input_items(caller: CallerParam, id: str, bounds: Bounds) -> ListOf:
-    limit, order, after = bounds.values()
-    record = await caller.find(RESPONSE, id, "response", "response_id")
-    items = record.body["input"][:: -1 if order == "desc" else 1]
-    ids = [item["id"] for item in items]
-    if after and after not in ids:
-        raise unknown_bound("after", after)
-    start = ids.index(after) + 1 if after else 0
-    page, more = items[start : start + limit], len(items) > start + limit
-    ends = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    return ListOf(object="list", data=page, first_id=ends[0], last_id=ends[1], has_more=more)
 
 
 @router.delete("/v1/responses/{id}", summary="Delete an answer that was kept", responses=errors(404))
