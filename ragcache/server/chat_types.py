@@ -36,8 +36,9 @@ MAX_ANSWERS = 128
 
 # Features that would change an answer and that this server lacks: refused by name unless they are disabled.
 UNSUPPORTED = {
-    "audio", "background", "best_of", "context_management", "function_call", "functions", "include", "modalities",
-    "moderation", "suffix", "tool_choice", "tools", "truncation", "verbosity", "web_search_options",
+    "audio", "background", "best_of", "context_management", "conversation", "echo", "function_call", "functions",
+    "include", "modalities", "moderation", "suffix", "tool_choice", "tools", "truncation", "verbosity",
+    "web_search_options",
 }  # fmt: skip
 
 # Types of message parts that hold a model's reasoning.

@@ -12,18 +12,14 @@ from ragcache.server.wire import AnswerModel, Name, RequestModel, Text
 
 
 class CompletionRequest(SampledRequest):
-    """OpenAI's request: raw prompts, read as they stand. Nothing is retrieved, and no template is put around them.
-
-    echo: the prompt stands before the answer, and with logprobs its tokens' do too; max_tokens 0 then asks for no more
-    """
+    """OpenAI's request: raw prompts, read as they stand. Nothing is retrieved, and no template is put around them."""
 
     prompt: Inputs
-    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    echo: bool | None = None
     logprobs: LikeliestCount | None = None
 
     # Accepted only where they ask for nothing.
     best_of: Annotated[int, Field(ge=1)] | None = None
+    echo: Literal[False] | None = None
     suffix: Literal[""] | None = None
 
     @field_validator("prompt")
@@ -54,8 +50,8 @@ class TextLogprobs(AnswerModel):
     """Lists of one length: a token of the answer each."""
 
     tokens: list[str]
-    token_logprobs: list[float | None] = Field(description="null for a prompt's first token")
-    top_logprobs: list[dict[str, float] | None] = Field(
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] = Field(
         description="By text; of two tokens with one text, as those of no whole character, the second is token_id:N"
     )
     text_offset: list[int] = Field(description="Where the token's text begins in the answer's")

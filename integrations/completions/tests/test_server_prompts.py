@@ -6,7 +6,6 @@ from collections import defaultdict
 import jsonschema
 import openai
 import pytest
-import torch
 from kit.makers import same_as
 from serving import events
 from transformers import PreTrainedTokenizerFast
@@ -86,14 +85,15 @@ def test_a_stream_brings_the_same_text(served, kb):
         ({"suffix": "x"}, "suffix"),
         ({"logprobs": 21}, "logprobs"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": -1, "echo": True}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"echo": True}, "echo"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [" "]}, "prompt"),
         ({"prompt": [[]]}, "prompt[0]"),
         ({"prompt": [1, "a"]}, "prompt[1]"),
         ({"prompt": [1, -1]}, "prompt[1]"),
         ({"prompt": [99999]}, "prompt"),
-        ({"prompt": [[1], [99999]], "echo": True, "logprobs": 1}, "prompt"),
+        ({"prompt": [[1], [99999]], "logprobs": 1}, "prompt"),
         ({"prompt": ["a"] * 129}, "prompt"),
         ({"prompt": ["a"] * 65, "n": 2}, "prompt"),
     ],
@@ -106,7 +106,7 @@ def test_what_is_not_done_is_refused_by_name(served, fields, param):
 
 def test_fields_that_ask_for_nothing_are_taken(served, kb):
     expected = kb.complete(PROMPT, sampling=rc.Sampling(max_tokens=6)).text
-    found = completed(served, suffix="", n=2, best_of=2, stop=[], logit_bias={}).json()["choices"]
+    found = completed(served, suffix="", echo=False, n=2, best_of=2, stop=[], logit_bias={}).json()["choices"]
     assert [one["text"] for one in found] == [expected] * 2
 
 
@@ -143,43 +143,6 @@ def test_each_prompt_of_a_list_is_answered(served, kb):
     )
     streamed = ["".join(part.choices[0].text for part in parts if part.choices[0].index == rank) for rank in range(4)]
     assert (streamed, last.usage.prompt_tokens) == ([one.text for one in found.choices], found.usage.prompt_tokens)
-
-
-def logprobs_of(lm, ids: list[int]) -> list[float]:
-    """Scores of the second token and those behind it, by transformers alone."""
-    with torch.inference_mode():
-        rows = lm.model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
-    return [float(row[id]) for row, id in zip(rows, ids[1:], strict=False)]
-
-
-@pytest.mark.parametrize("text", [PROMPT, "Dogs bark. " * 20])
-def test_an_echo_scores_the_prompts_tokens(served, kb, text):
-    """Longer than one piece, too. A BOS that the tokenizer added is scored and no part of the text."""
-    client = openai.OpenAI(base_url=served.base_url, api_key="none")
-    ids = [kb.lm.tokenizer.bos_token_id, *kb.lm.tokenizer.encode(text, add_special_tokens=False)]
-    whole = kb.complete(text, sampling=rc.Sampling(max_tokens=3, logprobs=0))
-    right = [*logprobs_of(kb.lm, ids), *(token.logprob for token in whole.logprobs)]
-    asked = {"model": "tiny", "prompt": text, "max_tokens": 3, "echo": True, "logprobs": 2}
-    [choice] = client.completions.create(**asked).choices
-    assert choice.text == text + whole.text
-    assert choice.logprobs.token_logprobs[0] is None
-    assert choice.logprobs.token_logprobs[1:] == pytest.approx(right, abs=1e-3)
-    assert choice.logprobs.text_offset == [0, *range(len(choice.text))]
-    assert "".join(choice.logprobs.tokens[: len(ids)]) == text
-    assert {len(top) for top in choice.logprobs.top_logprobs[1:]} <= {1, 2, 3}
-    parts = [part.choices[0] for part in client.completions.create(**asked, stream=True)]
-    assert "".join(part.text for part in parts) == choice.text
-    scores = [one for part in parts if part.logprobs for one in part.logprobs.token_logprobs]
-    assert scores[1:] == pytest.approx(choice.logprobs.token_logprobs[1:], abs=1e-3)
-    [alone] = client.completions.create(**{**asked, "max_tokens": 0}).choices
-    assert (alone.text, alone.finish_reason) == (text, "length")
-    assert alone.logprobs.token_logprobs == choice.logprobs.token_logprobs[: len(ids)]
-    [given] = client.completions.create(**{**asked, "prompt": ids, "max_tokens": 0}).choices
-    assert given.logprobs.token_logprobs == alone.logprobs.token_logprobs
-    plain = client.completions.create(**{**asked, "logprobs": None})
-    assert (plain.choices[0].text, plain.choices[0].logprobs) == (choice.text, None)
-    assert plain.usage.prompt_tokens == len(ids)
-    assert kb.admission.reserved_bytes == 0
 
 
 def test_an_unknown_model_and_a_prompt_that_does_not_fit(served):

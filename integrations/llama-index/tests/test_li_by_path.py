@@ -7,7 +7,7 @@ from tiny_model import save_tiny_llama
 
 import ragcache as rc
 from llama_index.embeddings.ragcache import RagCacheEmbedding
-from llama_index.ingestion.ragcache import RagCacheTransform
+from llama_index.ingestion.ragcache import RagCachePrecompute
 from llama_index.llms.ragcache import RagCacheLLM
 from llama_index.retrievers.ragcache import RagCacheRetriever
 from llama_index.vector_stores.ragcache import RagCacheVectorStore
@@ -25,7 +25,7 @@ def test_one_store_for_all_of_a_path(tmp_path):
         assert RagCacheRetriever(str(path), k=2).retrieve(QUESTION)[0].node_id in [f"{id}#0" for id in TEXTS]
         assert RagCacheVectorStore(path).client is kb
         assert RagCacheEmbedding(path).model_name == kb.embedder.name
-        assert RagCacheTransform(path).fingerprint == kb.lm.fingerprint
+        assert RagCachePrecompute(path).fingerprint == kb.lm.fingerprint
         assert (
             llm.chat([ChatMessage(QUESTION)]).message.content
             == RagCacheLLM(kb, **SHORT).chat([ChatMessage(QUESTION)]).message.content

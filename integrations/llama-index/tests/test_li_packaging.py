@@ -20,7 +20,7 @@ LEAVES = sorted(path.parent for path in HOME.glob("*/ragcache/__init__.py"))
 NAMES = {
     "chat_engine": ["RagCacheChatEngine"],
     "embeddings": ["RagCacheEmbedding"],
-    "ingestion": ["RagCacheTransform"],
+    "ingestion": ["RagCachePrecompute"],
     "llms": ["FusedPrompt", "PassageBlock", "RagCacheLLM"],
     "response_synthesizers": ["FusedSynthesizer"],
     "retrievers": ["RagCacheRetriever"],

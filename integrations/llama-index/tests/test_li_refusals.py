@@ -16,7 +16,7 @@ from waiting import in_own_loop
 import ragcache as rc
 from llama_index.chat_engine.ragcache import RagCacheChatEngine
 from llama_index.embeddings.ragcache import RagCacheEmbedding
-from llama_index.ingestion.ragcache import RagCachePrecompute, RagCacheTransform
+from llama_index.ingestion.ragcache import RagCachePrecompute
 from llama_index.llms.ragcache import PassageBlock, RagCacheLLM
 from llama_index.response_synthesizers.ragcache import FusedSynthesizer
 from llama_index.retrievers.ragcache import RagCacheRetriever
@@ -165,10 +165,8 @@ REFUSALS = [
     (add(metadata={"_node_id": "x"}), MetadataError, "'_node_id' is used by the store"),
     (add(id_=""), IngestError, "no id"),
     (add(metadata={"a": 1}, text_template="{content} ({metadata_str})"), ConfigError, "text_template"),
-    (lambda kb: RagCacheTransform(kb)([TextNode(text="x", metadata={"a": {1}})]), MetadataError, "set"),
     (busy(lambda kb: RagCacheVectorStore(kb, timeout_s=0.1).add([GOOD])), StoreBusyError, "writ"),
     (busy(lambda kb: in_own_loop(RagCacheVectorStore(kb, timeout_s=0.1).async_add([GOOD]))), StoreBusyError, "writ"),
-    (busy(lambda kb: RagCacheTransform(kb, timeout_s=0.1)([TextNode(text="x")])), StoreBusyError, "writ"),
     (template(PromptTemplate("Asked: {query_str}")), ConfigError, "0 places for the passages"),
     (template(PromptTemplate("{context_str} {context_str} {query_str}")), ConfigError, "2 places for the passages"),
     (template(PromptTemplate("Read {context_str}")), ConfigError, "no place for the question"),
@@ -185,7 +183,6 @@ REFUSALS = [
     (pickled(RagCacheLLM), ConfigError, "pickled"),
     (pickled(RagCacheVectorStore), ConfigError, "from_path"),
     (pickled(RagCacheEmbedding), ConfigError, "num_workers=None"),
-    (pickled(RagCacheTransform), ConfigError, "num_workers=None"),
     (pickled(RagCachePrecompute), ConfigError, "num_workers=None"),
     (lambda kb: kb.precompute(SimpleVectorStore()), ConfigError, "does not say which nodes it holds"),
     (lambda kb: rc.attach(SimpleVectorStore(), kb, mode="x"), ConfigError, "only metadata_mode"),

@@ -20,7 +20,6 @@ from llama_index.core.vector_stores.types import MetadataFilter, MetadataFilters
 
 import ragcache as rc
 from llama_index.embeddings.ragcache import RagCacheEmbedding
-from llama_index.ingestion.ragcache import RagCacheTransform
 from llama_index.llms.ragcache import RagCacheLLM
 from llama_index.retrievers.ragcache import RagCacheRetriever
 from llama_index.vector_stores.ragcache import HANDLE_KEY, RagCacheVectorStore
@@ -306,6 +305,5 @@ def test_components_of_a_collection_see_it_alone(empty, nodes):
     found = RagCacheRetriever(empty, k=9, collection="a").retrieve("Where do dogs bark?")
     assert [one.node.node_id for one in found] == [nodes[1].node_id]
     assert RagCacheLLM(empty, collection="a").kb is a.client
-    assert RagCacheTransform(empty, collection="b")._kb.documents() == []
     a.clear()
     assert [one.id for one in everyone.client.documents()] == [nodes[0].node_id]

@@ -47,8 +47,8 @@ NoContext = Annotated[list[JsonValue] | None, AfterValidator(_no_context)]
 
 
 class Options(RequestModel):
-    """num_predict: the longest answer, in tokens; 0 and below: until it ends. seed: -1 means no seed. The last fields
-    are about loading a model, which is loaded already."""
+    """num_predict: the longest answer, in tokens; 0 and below: until it ends. seed: -1 means no seed. The last fields,
+    which LangChain and LlamaIndex have, are about loading a model, which is loaded already."""
 
     num_predict: Annotated[int, Field(ge=-2, le=2**31 - 1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -62,19 +62,8 @@ class Options(RequestModel):
     frequency_penalty: chat_types.Penalty | None = None
 
     num_ctx: JsonValue = None
-    num_batch: JsonValue = None
     num_gpu: JsonValue = None
-    main_gpu: JsonValue = None
     num_thread: JsonValue = None
-    num_keep: JsonValue = None
-    numa: JsonValue = None
-    low_vram: JsonValue = None
-    f16_kv: JsonValue = None
-    logits_all: JsonValue = None
-    vocab_only: JsonValue = None
-    use_mmap: JsonValue = None
-    use_mlock: JsonValue = None
-    embedding_only: JsonValue = None
 
     def sampling(self) -> dict[str, Any]:
         """Return the sampling options by OpenAI's and vLLM's names. A top_p of 0 leaves only the likeliest token,
@@ -253,15 +242,6 @@ class EmbedRequest(RequestModel):
     keep_alive: JsonValue = None
 
 
-class EmbeddingsRequest(RequestModel):
-    """The older way, for one text."""
-
-    model: Name
-    prompt: Text | None = None
-    options: Options | None = None
-    keep_alive: JsonValue = None
-
-
 class ShowRequest(RequestModel):
     """name: what older clients call the model"""
 
@@ -318,10 +298,6 @@ class Embeddings(AnswerModel):
     total_duration: int
     load_duration: int
     prompt_eval_count: int
-
-
-class OneEmbedding(AnswerModel):
-    embedding: list[float]
 
 
 class Details(AnswerModel):

@@ -229,7 +229,6 @@ def test_embeddings_are_the_embedders(client, kb):
     assert (found.model, found.prompt_eval_count > 0) == ("bag-of-words", True)
     assert found.embeddings == right.tolist()
     assert client.embed("bag-of-words:latest", "a cat").embeddings == right[:1].tolist()
-    assert client.embeddings("bag-of-words", "a cat").embedding == right[0].tolist()
     assert client.embed("bag-of-words", "").embeddings == []
     assert client.embed("bag-of-words", ["a cat", "", "a dog"]).embeddings[::2] == right.tolist()
     with pytest.raises(ollama.ResponseError, match="dimensions") as refused:
@@ -315,6 +314,7 @@ WRONG = [
     ("show", {"model": "gpt-4"}, 404, "'gpt-4' is not served here"),
     ("show", {}, 400, "'model' is missing"),
     ("pull", {"model": "tiny"}, 404, "no such route"),
+    ("embeddings", {"model": "bag-of-words", "prompt": "x"}, 404, "no such route"),
 ]
 
 

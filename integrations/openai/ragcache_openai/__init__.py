@@ -1,1 +1,1 @@
-"""The part of OpenAI's API that keeps something on the server: responses, conversations, files and vector stores."""
+"""The part of OpenAI's API that keeps something on the server: responses, files and vector stores."""

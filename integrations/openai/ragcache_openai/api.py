@@ -25,21 +25,14 @@ Id = Annotated[Text, StringConstraints(min_length=1, max_length=256)]
 Order = Literal["asc", "desc"]
 Limit = Annotated[int, Query(ge=1, le=100)]
 After = Annotated[str | None, Query(max_length=256, description="List what stands behind this object")]
-Before = Annotated[str | None, Query(max_length=256, description="List what stands before this object")]
 
 
 def _bounds(limit: Limit = 20, order: Order = "desc", after: After = None) -> dict[str, Any]:
     return {"limit": limit, "order": order, "after": after}
 
 
-def _ends(limit: Limit = 20, order: Order = "desc", after: After = None, before: Before = None) -> dict[str, Any]:
-    return {"limit": limit, "order": order, "after": after, "before": before}
-
-
 Bounds = Annotated[dict[str, Any], Depends(_bounds)]
 """The requested page of a list."""
-Ends = Annotated[dict[str, Any], Depends(_ends)]
-"""The requested page of a list that can be read backwards too."""
 
 
 class Deleted(AnswerModel):
@@ -107,8 +100,8 @@ class Caller:
         return list(found.values())
 
     async def list(self, kind: str, shown: Callable[[Record], dict[str, Any]], **wanted: Any) -> ListOf:
-        """Return a page of a list. wanted: as for `Records.page`, with the fields of `Bounds` and `Ends`, so with
-        `order` for newest_first
+        """Return a page of a list. wanted: as for `Records.page`, but with the fields of `Bounds`: `order` stands for
+        newest_first
         """
         newest_first = wanted.pop("order") == "desc"
 

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from ragcache.server.body import JsonRoute
 from ragcache.server.http_errors import errors
 from ragcache.server.wire import AnswerModel, RequestModel
-from ragcache_openai.api import Caller, CallerParam, Ends, Id, ListOf, absent
+from ragcache_openai.api import Bounds, Caller, CallerParam, Id, ListOf, absent
 from ragcache_openai.records import Record, new_id
 from ragcache_openai.search import ATTACHED, BATCH, check_stores
 from ragcache_openai.vector_store_files import (
@@ -43,10 +43,7 @@ class FilesToAttach(RequestModel):
         return self
 
     def each(self) -> list[FileToAttach]:
-        return self.files or [
-            FileToAttach(file_id=id, attributes=self.attributes, chunking_strategy=self.chunking_strategy)
-            for id in self.file_ids or ()
-        ]
+        return self.files or [FileToAttach(file_id=id, attributes=self.attributes) for id in self.file_ids or ()]
 
 
 class FileBatch(AnswerModel):
@@ -92,9 +89,11 @@ async def cancel_batch(caller: CallerParam, id: str, batch_id: str) -> FileBatch
 
 
 @router.get("/{id}/file_batches/{batch_id}/files", summary="The files of a batch", responses=errors(400, 404))
-async def list_batch(caller: CallerParam, id: str, batch_id: str, ends: Ends, filter: State | None = None) -> ListOf:
+async def list_batch(
+    caller: CallerParam, id: str, batch_id: str, bounds: Bounds, filter: State | None = None
+) -> ListOf:
     batch = await _find_batch(caller, id, batch_id)
-    return await page_of_files(caller, id, ends, filter, ids=batch.body["files"])
+    return await page_of_files(caller, id, bounds, filter, ids=batch.body["files"])
 
 
 async def _find_batch(caller: Caller, store: str, id: str) -> Record:

@@ -1,8 +1,8 @@
-"""Items, the messages of a conversation: as clients send them, as they are kept, and as the model reads them."""
+"""Items, the messages of an answer: as clients send them, as they are kept, and as the model reads them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
@@ -10,14 +10,11 @@ from pydantic import Field, TypeAdapter
 from ragcache.server.chat_types import Message, TextPart
 from ragcache.server.http_errors import ApiError
 from ragcache.server.wire import LooseModel, Text
-from ragcache_openai.api import Caller
-from ragcache_openai.records import Record, new_id
+from ragcache_openai.records import new_id
 
-ITEM, CONVERSATION, RESPONSE = "item", "conversation", "response"
-"""Kinds of records."""
 MOST_ITEMS = 10_000
 MOST_LETTERS = 16 << 20
-"""The largest size of a conversation."""
+"""The largest size of a chain of answers."""
 PARTS = {"user": "input_text", "system": "input_text", "developer": "input_text", "assistant": "output_text"}
 
 
@@ -80,21 +77,13 @@ def text_of(item: dict[str, Any]) -> str:
     return "\n".join(str(part.get("text", "")) for part in parts)
 
 
-def records_of(caller: Caller, conversation: str, items: Sequence[dict[str, Any]]) -> list[Record]:
-    """Return items as records of a conversation."""
-    return [
-        Record(item["id"], ITEM, caller.owner, dict(item), conversation, text=text_of(item).casefold())
-        for item in items
-    ]
-
-
 def check_room(count: int, letters: int, param: str) -> None:
-    """Raise ApiError (400) for a conversation that has become too long."""
+    """Raise ApiError (400) for a chain of answers that has become too long."""
     if count > MOST_ITEMS or letters > MOST_LETTERS:
         raise ApiError(
             400,
             f"the conversation has {count:,} items and {letters:,} letters, and {MOST_ITEMS:,} and {MOST_LETTERS:,} "
-            "are kept; begin another one, or delete items",
+            "are read; begin another one",
             "conversation_too_long",
             param,
         )

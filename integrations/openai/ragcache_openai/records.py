@@ -56,11 +56,10 @@ objects = Table(
     Column("id", _Text, nullable=False, unique=True),
     Column("kind", _Text, nullable=False),
     Column("owner", _Text, nullable=False, index=True),
-    Column("parent", _Text, nullable=False, index=True),  # the vector store of a file in it, an item's conversation; ""
+    Column("parent", _Text, nullable=False, index=True),  # the vector store of a file in it; ""
     Column("state", _Text, nullable=False, index=True),
     Column("created_at", Double, nullable=False),
     Column("body", JSON().with_variant(JSONB(), "postgresql"), nullable=False),
-    Column("text", _Text, nullable=False),  # for search, in lower case
     sqlite_autoincrement=True,  # a number is never reused, because pages continue from it
 )
 gone = Table(  # deleted objects: a list that was read up to such an object continues from there
@@ -88,7 +87,6 @@ class Record(NamedTuple):
     body: dict[str, Any]
     parent: str = ""
     state: str = ""
-    text: str = ""
     created_at: float = 0.0
     number: int = 0
 
@@ -163,35 +161,23 @@ class Records:
         limit: int,
         newest_first: bool,
         after: str | None = None,
-        before: str | None = None,
         state: str | None = None,
         ids: Sequence[str] | None = None,
-        words: Sequence[str] = (),
-        any_parent: bool = False,
     ) -> Page:
-        """Return objects of a kind in order of creation, from after `after`, up to `before`. Either may have been
-        deleted meanwhile.
+        """Return objects of a kind in order of creation, from after `after`, which may have been deleted meanwhile.
 
-        words: in lower case; the text of an object has to contain all
-
-        Raises ConfigError for a bound that never existed.
+        Raises ConfigError for an object that never existed.
         """
-        if any("\0" in text for text in (*words, state or "")):  # PostgreSQL would refuse NUL
+        if "\0" in (state or ""):  # PostgreSQL would refuse NUL
             return Page([], False)
-        wanted = [objects.c.kind == kind, objects.c.owner == owner]
-        wanted += [] if any_parent else [objects.c.parent == parent]
+        wanted = [objects.c.kind == kind, objects.c.owner == owner, objects.c.parent == parent]
         wanted += [] if state is None else [objects.c.state == state]
         wanted += [] if ids is None else [objects.c.id.in_(ids)]
-        wanted += [objects.c.text.contains(word, autoescape=True) for word in words]
-        for name, id, behind in (("after", after, True), ("before", before, False)):
-            if id:
-                bound, rises = self._number(owner, id, name), behind != newest_first
-                wanted.append(objects.c.number > bound if rises else objects.c.number < bound)
-        # A page right before an object is read backwards from that object.
-        backwards = bool(before) and not after
-        found = self._select(and_(*wanted), limit=limit + 1, newest_first=newest_first != backwards)
-        page = found[:limit]
-        return Page(page[::-1] if backwards else page, len(found) > limit)
+        if after:
+            bound = self._number(owner, after)
+            wanted.append(objects.c.number < bound if newest_first else objects.c.number > bound)
+        found = self._select(and_(*wanted), limit=limit + 1, newest_first=newest_first)
+        return Page(found[:limit], len(found) > limit)
 
     def states(self, kind: str, parent: str, ids: Sequence[str] | None = None) -> dict[str, tuple[int, int]]:
         """Return for each state the number of files below `parent` and their bytes."""
@@ -201,15 +187,6 @@ class Records:
         with self._reading() as connection:
             rows = [] if connection is None else connection.execute(query.group_by(objects.c.state)).all()
             return {state: (count, int(total)) for state, count, total in rows}
-
-    def length(self, parent: str) -> tuple[int, int]:
-        """Return the number of objects below `parent`, and the number of letters in their texts."""
-        query = select(func.count(), func.coalesce(func.sum(func.length(objects.c.text)), 0))
-        with self._reading() as connection:
-            if connection is None:
-                return 0, 0
-            count, letters = connection.execute(query.where(objects.c.parent == parent)).one()
-            return int(count), int(letters)
 
     def change(self, id: str, body: Mapping[str, Any] | None = None, state: str | None = None) -> bool:
         """Replace a body or a state. Return whether the object still exists."""
@@ -262,8 +239,8 @@ class Records:
                 return
             yield piece
 
-    def _number(self, owner: str, id: str, name: str) -> int:
-        """Return the number of an object that bounds a list; the object may have been deleted."""
+    def _number(self, owner: str, id: str) -> int:
+        """Return the number of an object after which a list goes on; the object may have been deleted."""
         if found := [one.number for one in self.among([id]) if one.owner == owner]:
             return found[0]
         with self._reading() as connection:
@@ -271,7 +248,8 @@ class Records:
                 query = select(func.max(gone.c.number)).where(gone.c.id == id, gone.c.owner == owner)
                 if (number := connection.scalar(query)) is not None:
                     return int(number)
-        raise unknown_bound(name, id)
+        message = f"there is no object {id!r} to list from; leave 'after' out to begin at the beginning"
+        raise ConfigError(message, "after")
 
     def _select(
         self, *wanted: ColumnElement[bool], limit: int | None = None, newest_first: bool = False
@@ -310,10 +288,6 @@ def _delete(connection: Connection, wanted: ColumnElement[bool]) -> None:
 
 def _record(row: RowMapping) -> Record:
     return Record(**{name: row[name] for name in Record._fields})
-
-
-def unknown_bound(name: str, id: str) -> ConfigError:
-    return ConfigError(f"there is no object {id!r} to list from; leave {name!r} out to begin at the beginning", name)
 
 
 def new_id(beginning: str) -> str:

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -27,22 +27,9 @@ from ragcache.server.error_object import event
 from ragcache.server.http_errors import ApiError, errors, streamed
 from ragcache.server.service import Work
 from ragcache.server.wire import AnswerModel, LooseModel, Name, RequestModel, Text
-from ragcache_openai.api import Bounds, Caller, CallerParam, Deleted, Id, ListOf, Metadata, absent
-from ragcache_openai.conversation_items import append
-from ragcache_openai.conversations import find_conversation
-from ragcache_openai.items import (
-    ITEM,
-    MOST_ITEMS,
-    RESPONSE,
-    InputItem,
-    InputItems,
-    InputMessage,
-    check_room,
-    kept_items,
-    messages_of,
-    text_of,
-)
-from ragcache_openai.records import Record, new_id, unknown_bound
+from ragcache_openai.api import Caller, CallerParam, Deleted, Id, Metadata, absent
+from ragcache_openai.items import InputItem, InputItems, InputMessage, check_room, kept_items, messages_of, text_of
+from ragcache_openai.records import Record, new_id
 from ragcache_openai.search import FileSearchTool, check_stores, files_in, place_of, shown_hits, translated
 
 
@@ -65,10 +52,6 @@ class ReasoningField(LooseModel):
     """effort: how much the model thinks. What it thought is not given out, so that there is nothing to summarise."""
 
     effort: Effort | None = None
-
-
-class ConversationRef(RequestModel):
-    id: Id
 
 
 class FileSearchChoice(RequestModel):
@@ -95,7 +78,6 @@ class ResponsesRequest(chat_types.Ignored):
     ragcache: chat_types.Extension | None = None
     reasoning: ReasoningField | None = None
     previous_response_id: Id | None = None
-    conversation: Id | ConversationRef | None = None
     tools: Annotated[list[FileSearchTool], Field(max_length=1)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FileSearchChoice | None = None
     include: list[Literal["file_search_call.results"]] | None = None
@@ -105,6 +87,7 @@ class ResponsesRequest(chat_types.Ignored):
     # Accepted only where they ask for nothing.
     background: Literal[False] | None = None
     context_management: chat_types.Nothing | None = None
+    conversation: None = None
     moderation: None = None
     prompt: None = None
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
@@ -117,12 +100,6 @@ class ResponsesRequest(chat_types.Ignored):
             raise ValueError("it holds no message")
         return given
 
-    @model_validator(mode="after")
-    def _goes_on_from_one(self) -> ResponsesRequest:
-        if self.previous_response_id is not None and self.conversation is not None:
-            raise ValueError("give previous_response_id or conversation: an answer goes on from one of the two")
-        return self
-
     @property
     def extension(self) -> chat_types.Extension:
         return self.ragcache or chat_types.Extension()
@@ -133,10 +110,6 @@ class ResponsesRequest(chat_types.Ignored):
         if isinstance(self.input, str):
             return kept_items([InputMessage(role="user", content=self.input)])
         return kept_items(self.input)
-
-    @property
-    def conversation_id(self) -> str | None:
-        return self.conversation.id if isinstance(self.conversation, ConversationRef) else self.conversation
 
     @property
     def search(self) -> FileSearchTool | None:
@@ -210,10 +183,6 @@ class FileSearchCall(AnswerModel):
     results: list[FileSearchResult] | None
 
 
-class ConversationName(AnswerModel):
-    id: str
-
-
 class InputTokensDetails(AnswerModel):
     cached_tokens: int
 
@@ -248,7 +217,6 @@ class ResponseObject(AnswerModel):
     output: list[FileSearchCall | OutputMessage]
     parallel_tool_calls: bool
     previous_response_id: str | None
-    conversation: ConversationName | None
     store: bool
     temperature: float
     top_p: float
@@ -282,6 +250,8 @@ class ResponseEvent(AnswerModel):
 
 router = APIRouter(route_class=JsonRoute, tags=["answers"])
 Status = Literal["in_progress", "completed", "incomplete"]
+RESPONSE = "response"
+"""Kind of its records."""
 
 
 @router.post(
@@ -329,12 +299,6 @@ async def history_of(caller: Caller, asked: ResponsesRequest) -> list[dict[str, 
     Raises ApiError if they were deleted or are another key's (404; for an earlier answer 400, as in OpenAI's API), or
     if there are too many.
     """
-    if (conversation := asked.conversation_id) is not None:
-        await find_conversation(caller, conversation, "conversation")
-        check_room(*await caller.read(caller.records.length, conversation), "conversation")
-        bounds = {"parent": conversation, "limit": MOST_ITEMS, "newest_first": False}
-        page = await caller.read(caller.records.page, ITEM, caller.owner, **bounds)
-        return [item.body for item in page.records]
     if asked.previous_response_id is not None:
         return await caller.read(_chain, caller, asked.previous_response_id)
     return []
@@ -350,10 +314,6 @@ def _chain(caller: Caller, id: str) -> list[dict[str, Any]]:
         if record is None:
             raise absent("previous response", next_id, param, 400)
         response = record.body["response"]
-        if response["conversation"] is not None:
-            name = response["conversation"]["id"]
-            message = f"that answer belongs to a conversation; go on with conversation={name!r}"
-            raise ApiError(400, message, "invalid_value", param)
         found.append([*record.body["input"], *response["output"]])
         count, letters = count + len(found[-1]), letters + sum(len(text_of(item)) for item in found[-1])
         check_room(count, letters, param)
@@ -368,24 +328,6 @@ def _chain(caller: Caller, id: str) -> list[dict[str, Any]]:
 async def get_response(caller: CallerParam, id: str) -> Response:
     record = await caller.find(RESPONSE, id, "response", "response_id")
     return Response(json.dumps(record.body["response"]), media_type="application/json")
-
-
-@router.get(
-    "/v1/responses/{id}/input_items",
-    summary="What a kept answer was asked, without what it went on from",
-    responses=errors(400, 404),
-)
-async def list_input_items(caller: CallerParam, id: str, bounds: Bounds) -> ListOf:
-    limit, order, after = bounds.values()
-    record = await caller.find(RESPONSE, id, "response", "response_id")
-    items = record.body["input"][:: -1 if order == "desc" else 1]
-    ids = [item["id"] for item in items]
-    if after and after not in ids:
-        raise unknown_bound("after", after)
-    start = ids.index(after) + 1 if after else 0
-    page, more = items[start : start + limit], len(items) > start + limit
-    ends = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    return ListOf(object="list", data=page, first_id=ends[0], last_id=ends[1], has_more=more)
 
 
 @router.delete("/v1/responses/{id}", summary="Delete an answer that was kept", responses=errors(404))
@@ -425,21 +367,16 @@ class ResponseWriter(Writer):
             self.found = await shown_hits(self.caller, hits)
 
     async def keep(self, answer: Answer) -> None:
-        """Keep the answer, and add it to its conversation. If that fails, the answer is sent anyway, with store:
-        false.
-        """
-        whole = self.whole(answer)
+        """Keep the answer. If that fails, it is sent anyway, with store: false."""
+        if not self.kept:
+            return
+        body = {"response": json.loads(self.whole(answer).to_json()), "input": self.items}
+        records, kept = self.caller.records, Record(self.id, RESPONSE, self.caller.owner, body)
         try:
-            if (conversation := self.asked.conversation_id) is not None:
-                output = [item.model_dump(exclude_unset=True) for item in whole.output]
-                await append(self.caller, conversation, [*self.items, *output], "conversation")
-            if self.kept:
-                body = {"response": json.loads(whole.to_json()), "input": self.items}
-                records, kept = self.caller.records, Record(self.id, RESPONSE, self.caller.owner, body)
-                await self.caller.read(records.add, [kept])
-                most = self.service.settings.keep_responses
-                await self.caller.read(records.keep_newest, RESPONSE, self.caller.owner, most)
-        except (RagCacheError, ApiError) as error:
+            await self.caller.read(records.add, [kept])
+            most = self.service.settings.keep_responses
+            await self.caller.read(records.keep_newest, RESPONSE, self.caller.owner, most)
+        except RagCacheError as error:
             logs.write_failure(error)
             self.kept = False
 
@@ -502,7 +439,6 @@ class ResponseWriter(Writer):
         asked = self.asked
         tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
         choice = asked.tool_choice or ("auto" if tools else "none")
-        conversation = asked.conversation_id
         return ResponseObject(
             id=self.id,
             object="response",
@@ -515,7 +451,6 @@ class ResponseWriter(Writer):
             output=output,
             parallel_tool_calls=False,
             previous_response_id=asked.previous_response_id,
-            conversation=None if conversation is None else ConversationName(id=conversation),
             store=self.kept,
             temperature=self.sampling.temperature,
             top_p=1.0 if self.sampling.top_p is None else self.sampling.top_p,

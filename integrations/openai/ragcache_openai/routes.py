@@ -9,15 +9,7 @@ from contextlib import asynccontextmanager
 from fastapi import APIRouter, FastAPI
 
 from ragcache.server.service import Service
-from ragcache_openai import (
-    conversation_items,
-    conversations,
-    file_batches,
-    files,
-    responses,
-    vector_store_files,
-    vector_stores,
-)
+from ragcache_openai import file_batches, files, responses, vector_store_files, vector_stores
 from ragcache_openai.api import shared_state
 from ragcache_openai.indexer import Indexer
 
@@ -41,5 +33,5 @@ async def _running(app: FastAPI) -> AsyncIterator[None]:
 
 
 router = APIRouter(lifespan=_running)
-for module in (responses, conversations, conversation_items, files, vector_stores, vector_store_files, file_batches):
+for module in (responses, files, vector_stores, vector_store_files, file_batches):
     router.include_router(module.router)

@@ -17,7 +17,7 @@ from ragcache.server.body import JsonRoute
 from ragcache.server.http_errors import ApiError, errors
 from ragcache.server.wire import AnswerModel, RequestModel
 from ragcache.store.filters import Filter
-from ragcache_openai.api import MOST_PAIRS, Caller, CallerParam, Deleted, Ends, Id, Key, ListOf, absent
+from ragcache_openai.api import MOST_PAIRS, Bounds, Caller, CallerParam, Deleted, Id, Key, ListOf, absent
 from ragcache_openai.records import Record
 from ragcache_openai.search import ATTACHED, FILE, Number, Value, check_stores
 
@@ -31,16 +31,10 @@ STATES: tuple[State, ...] = (WAITING, DONE, FAILED, CANCELLED)
 Attributes = Annotated[dict[Key, Value], Field(max_length=MOST_PAIRS)]
 
 
-class Sizes(RequestModel):
-    max_chunk_size_tokens: int
-    chunk_overlap_tokens: int
-
-
 class Chunking(RequestModel):
-    """static: only with the sizes that the server's store cuts by."""
+    """Passages are cut as the server's store cuts them."""
 
-    type: Literal["auto", "static"]
-    static: Sizes | None = None
+    type: Literal["auto"]
 
 
 class FileToAttach(RequestModel):
@@ -66,16 +60,6 @@ class LastError(AnswerModel):
     message: str
 
 
-class StaticSizes(AnswerModel):
-    max_chunk_size_tokens: int
-    chunk_overlap_tokens: int
-
-
-class Cut(AnswerModel):
-    type: Literal["static"]
-    static: StaticSizes
-
-
 class VectorStoreFile(AnswerModel):
     id: str
     object: Literal["vector_store.file"]
@@ -85,7 +69,6 @@ class VectorStoreFile(AnswerModel):
     last_error: LastError | None
     usage_bytes: int
     attributes: dict[str, str | bool | Number]
-    chunking_strategy: Cut
 
 
 router = APIRouter(route_class=JsonRoute, prefix="/v1/vector_stores", tags=["vector stores"])
@@ -100,18 +83,18 @@ async def attach_file(caller: CallerParam, id: str, asked: FileToAttach) -> Vect
     await check_stores(caller, [id], "vector_store_id")
     [file] = await caller.read(caller.records.add, await records_to_attach(caller, id, [asked], "file_id"))
     caller.work.set()
-    return shown_file(caller, file)
+    return shown_file(file)
 
 
 @router.get("/{id}/files", summary="The files of a vector store", responses=errors(400, 404))
-async def list_files(caller: CallerParam, id: str, ends: Ends, filter: State | None = None) -> ListOf:
+async def list_files(caller: CallerParam, id: str, bounds: Bounds, filter: State | None = None) -> ListOf:
     await check_stores(caller, [id], "vector_store_id")
-    return await page_of_files(caller, id, ends, filter)
+    return await page_of_files(caller, id, bounds, filter)
 
 
 @router.get("/{id}/files/{file_id}", summary="How far the indexing of a file is", responses=errors(404))
 async def get_file(caller: CallerParam, id: str, file_id: str) -> VectorStoreFile:
-    return shown_file(caller, await _find_file(caller, id, file_id))
+    return shown_file(await _find_file(caller, id, file_id))
 
 
 @router.post(
@@ -124,7 +107,7 @@ async def change_file(caller: CallerParam, id: str, file_id: str, asked: NewAttr
     changed = {**file.body, "attributes": asked.attributes or {}}
     await caller.read(caller.records.change, file.id, changed, WAITING)
     caller.work.set()
-    return shown_file(caller, file._replace(body=changed, state=WAITING))
+    return shown_file(file._replace(body=changed, state=WAITING))
 
 
 @router.get(
@@ -157,8 +140,8 @@ async def _find_file(caller: Caller, store: str, id: str) -> Record:
 
 
 async def records_to_attach(caller: Caller, store: str, wanted: Sequence[FileToAttach], param: str) -> list[Record]:
-    """Return the records of files to index. Raises ApiError if a file is absent (404), has a kind that cannot be
-    read, or asks for other chunk sizes than the store's (400).
+    """Return the records of files to index. Raises ApiError if a file is absent (404) or has a kind that cannot be read
+    (400).
     """
     ids = list(dict.fromkeys(one.file_id for one in wanted))
     files = {one.id: one for one in await caller.among(FILE, ids, "file", param)}
@@ -166,7 +149,6 @@ async def records_to_attach(caller: Caller, store: str, wanted: Sequence[FileToA
     for one in {one.file_id: one for one in wanted}.values():
         file = files[one.file_id]
         _check_kind(file.body["filename"], param)
-        _check_sizes(caller, one.chunking_strategy)
         body = {**file.body, "file_id": file.id, "attributes": one.attributes or {}}
         found.append(Record(f"{store}/{file.id}", ATTACHED, caller.owner, body, parent=store, state=WAITING))
     return found
@@ -177,23 +159,6 @@ def _check_kind(name: str, param: str) -> None:
     if suffix not in readers():
         message = f"{name}: files of kind {suffix!r} cannot be read; known are {' '.join(readers())}"
         raise ApiError(400, message, "unsupported_file", param)
-
-
-def _check_sizes(caller: Caller, wanted: Chunking | None) -> None:
-    sizes, own = wanted.static if wanted else None, _sizes(caller)
-    if sizes is not None and sizes.model_dump() != own.model_dump():
-        raise ApiError(
-            400,
-            f"this server's store is cut into passages of at most {own.max_chunk_size_tokens} tokens that share "
-            f"{own.chunk_overlap_tokens}; say so, or leave chunking_strategy out",
-            "invalid_value",
-            "chunking_strategy",
-        )
-
-
-def _sizes(caller: Caller) -> StaticSizes:
-    cut = caller.service.kb.ingestor.chunker.settings
-    return StaticSizes(max_chunk_size_tokens=cut["max_tokens"], chunk_overlap_tokens=cut["overlap"])
 
 
 async def delete_indexed(caller: Caller, deletions: Sequence[Callable[..., object]], ids: Sequence[str]) -> None:
@@ -235,12 +200,12 @@ def _texts(caller: Caller, file: Record) -> list[str]:
 
 
 async def page_of_files(
-    caller: Caller, store: str, ends: Mapping[str, Any], state: str | None, ids: Sequence[str] | None = None
+    caller: Caller, store: str, bounds: Mapping[str, Any], state: str | None, ids: Sequence[str] | None = None
 ) -> ListOf:
     """Return a page of files. A file is listed by its own id; the id of its record has the vector store's before it."""
-    own = {name: ends[name] and f"{store}/{ends[name]}" for name in ("after", "before")}
-    wanted = {**ends, **own, "parent": store, "state": state, "ids": ids}
-    return await caller.list(ATTACHED, lambda file: shown_file(caller, file).model_dump(), **wanted)
+    after = bounds["after"] and f"{store}/{bounds['after']}"
+    wanted = {**bounds, "after": after, "parent": store, "state": state, "ids": ids}
+    return await caller.list(ATTACHED, lambda file: shown_file(file).model_dump(), **wanted)
 
 
 def count_files(states: Mapping[str, tuple[int, int]]) -> FileCounts:
@@ -248,7 +213,7 @@ def count_files(states: Mapping[str, tuple[int, int]]) -> FileCounts:
     return FileCounts(**counted, total=sum(counted.values()))
 
 
-def shown_file(caller: Caller, file: Record) -> VectorStoreFile:
+def shown_file(file: Record) -> VectorStoreFile:
     failure = file.body.get("error") if file.state in (FAILED, DONE) else None  # why all of it failed, or a part
     return VectorStoreFile(
         id=file.body["file_id"],
@@ -259,5 +224,4 @@ def shown_file(caller: Caller, file: Record) -> VectorStoreFile:
         last_error=failure and LastError(**failure),
         usage_bytes=file.body["bytes"],
         attributes=file.body["attributes"],
-        chunking_strategy=Cut(type="static", static=_sizes(caller)),
     )

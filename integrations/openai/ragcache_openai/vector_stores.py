@@ -15,7 +15,7 @@ from ragcache.server.body import JsonRoute
 from ragcache.server.http_errors import errors
 from ragcache.server.wire import AnswerModel, RequestModel, Text
 from ragcache_openai import search, vector_store_files
-from ragcache_openai.api import Caller, CallerParam, Deleted, Ends, Id, ListOf, Metadata, ShortText
+from ragcache_openai.api import Bounds, Caller, CallerParam, Deleted, Id, ListOf, Metadata, ShortText
 from ragcache_openai.records import Record, new_id
 
 DEFAULT_RESULTS = 10
@@ -98,10 +98,7 @@ router = APIRouter(route_class=JsonRoute, prefix="/v1/vector_stores", tags=["vec
 @router.post("", summary="Make a vector store, with files if some are named", responses=errors(400, 404, 413, 415, 507))
 async def create_store(caller: CallerParam, asked: NewStore) -> VectorStore:
     id = new_id("vs_")
-    wanted = [
-        vector_store_files.FileToAttach(file_id=one, chunking_strategy=asked.chunking_strategy)
-        for one in asked.file_ids or ()
-    ]
+    wanted = [vector_store_files.FileToAttach(file_id=one) for one in asked.file_ids or ()]
     body = {"name": asked.name or "", "description": asked.description, "metadata": asked.metadata or {}}
     files = await vector_store_files.records_to_attach(caller, id, wanted, "file_ids")
     await caller.read(caller.service.unfiltered.collection, id)
@@ -111,8 +108,8 @@ async def create_store(caller: CallerParam, asked: NewStore) -> VectorStore:
 
 
 @router.get("", summary="The vector stores of this key", responses=errors(400))
-async def list_stores(caller: CallerParam, ends: Ends) -> ListOf:
-    return await caller.list(search.STORE, lambda store: _shown_store(caller, store).model_dump(), **ends)
+async def list_stores(caller: CallerParam, bounds: Bounds) -> ListOf:
+    return await caller.list(search.STORE, lambda store: _shown_store(caller, store).model_dump(), **bounds)
 
 
 @router.get("/{id}", summary="One vector store", responses=errors(404))

@@ -113,7 +113,6 @@ def test_metadata_has_openais_limits(client, store, metadata):
     for call in (
         lambda: client.vector_stores.create(metadata=metadata),
         lambda: client.vector_stores.update(store, metadata=metadata),
-        lambda: client.conversations.create(metadata=metadata),
         lambda: answer(client, metadata=metadata),
     ):
         assert refused(call).param.startswith("metadata")
@@ -158,19 +157,16 @@ def test_a_list_goes_on_behind_a_detached_file(client, store):
 
 
 def test_cursors_that_never_were_are_refused(client, store):
-    first, conversation = answer(client).id, client.conversations.create().id
     for call in (
         lambda **at: client.files.list(**at),
         lambda **at: client.vector_stores.list(**at),
         lambda **at: client.vector_stores.files.list(store, **at),
-        lambda **at: client.conversations.items.list(conversation, **at),
-        lambda **at: client.responses.input_items.list(first, **at),
     ):
         for id in ("nothing", "\0", "file-\U0001f600"):
             error = refused(lambda call=call, id=id: call(after=id))
             assert (error.status_code, error.param) == (400, "after")
         call(after="")  # as if it were left out
-    assert refused(lambda: client.vector_stores.list(before="nothing")).param == "before"
+    assert refused(lambda: client.vector_stores.list(before=store)).param == "before"
     assert refused(lambda: client.files.list(limit=10_001)).param == "limit"
     assert client.files.list(limit=10_000).data is not None
 

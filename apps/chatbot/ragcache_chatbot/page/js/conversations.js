@@ -21,13 +21,6 @@ export class Conversations {
     return this.current;
   }
 
-  /** One that the server keeps, which goes on here. @param {string} id @param {import("./conversation.js").Turn[]} turns */
-  adopt(id, turns) {
-    const conversation = this.show(`${PREFIX}.${id}`);
-    if (!conversation.turns.length) conversation.turns = turns;
-    return conversation;
-  }
-
   /** @param {string} name */
   delete(name) {
     if (name === this.current.name) this.current.turns = []; // an answer that still comes keeps nothing

@@ -9,7 +9,6 @@ import { DocumentsView } from "./documents-view.js";
 import { byId } from "./dom.js";
 import { closeDrawers, prepareDrawers } from "./drawers.js";
 import { showHints } from "./hints.js";
-import { KeptView } from "./kept-view.js";
 import { Keyring } from "./keyring.js";
 import { Settings } from "./settings.js";
 import { StoreView } from "./store-view.js";
@@ -34,10 +33,6 @@ const talk = new Talk(api, conversations.current, settings, {
 const ask = (/** @type {string} */ question) => void talk.ask(question);
 const composer = new Composer({ ask, stop: () => talk.stop(), busy: () => talk.busy });
 const kept = new ConversationsView(conversations, opened);
-const onServer = new KeptView(api, (id, turns) => {
-  opened(conversations.adopt(id, turns));
-  kept.update();
-});
 
 /** @param {import("./conversation.js").Conversation} conversation */
 function opened(conversation) {
@@ -54,7 +49,7 @@ const uploads = new UploadView(documents, (ids) => void refresh(ids));
 /** What the server holds, the list of documents where ids are given. One message says why it cannot be had. @param {string[]} [ids] */
 async function refresh(ids) {
   try {
-    await Promise.all([refreshStore(), ids && list.refresh(ids), ids && onServer.refresh()]);
+    await Promise.all([refreshStore(), ids && list.refresh(ids)]);
     byId("trouble").replaceChildren();
   } catch (error) {
     byId("trouble").replaceChildren(troubleBox(error, () => void refresh(ids ?? [])));
