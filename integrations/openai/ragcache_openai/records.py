@@ -60,6 +60,7 @@ objects = Table(
     Column("state", _Text, nullable=False, index=True),
     Column("created_at", Double, nullable=False),
     Column("body", JSON().with_variant(JSONB(), "postgresql"), nullable=False),
+    Column("text", _Text, nullable=False, default=""),  # unused; tables of earlier stores have it
     sqlite_autoincrement=True,  # a number is never reused, because pages continue from it
 )
 gone = Table(  # deleted objects: a list that was read up to such an object continues from there
