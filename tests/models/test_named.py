@@ -31,13 +31,14 @@ from ragcache.errors import (
     UnsupportedModelError,
 )
 from ragcache.models import hub, named
-from ragcache.models.adapter import Base
+from ragcache.models.adapter import Adapter, Base
 from ragcache.models.card import eos_token_ids
 from ragcache.models.checkpoint_digest import checkpoint_digest
 from ragcache.models.hub import resolve
 from ragcache.models.load import load_card
 from ragcache.models.named import models_home, place_of
 from ragcache.models.pull import obtain, pull
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_plan.stated import shape_of
 from ragcache_vllm.merged_adapter import servable
@@ -216,11 +217,11 @@ def test_an_adapter_is_pulled_with_the_very_weights_it_belongs_to(made_once, ind
     folder.mkdir()
     lm.tokenizer.save_pretrained(folder)
     base = Base("tiny-file", str(checkpoint_digest(str(made_once))), *sizes, len(lm.tokenizer))
-    (folder / "adapter.json").write_text(json.dumps({"version": 1, "base": asdict(base), "ragcache": None}))
+    spec = TrainedTokens("reposition").section()
+    (folder / "adapter.json").write_text(json.dumps({"version": 3, "base": asdict(base), "ragcache": spec}))
     assert pull("tiny-reuse").where == folder
     assert place_of("tiny-file") == place_of(NAME)
-    assert place_of(NAME).is_dir()
-    assert rc.load_lm("tiny-reuse").fingerprint == lm.fingerprint
+    Adapter.find(folder).check_base(checkpoint_digest(str(place_of(NAME))))
 
 
 def test_what_is_missing_on_the_machine_is_named(gguf_file, index, monkeypatch, tmp_path):
