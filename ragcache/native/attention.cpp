@@ -26,7 +26,8 @@ constexpr int64_t PIECE = 512;         // keys of a task
 constexpr int64_t TILE = 6;            // rows whose sums stay in registers
 constexpr int64_t ROWS_AT_ONCE = 192;  // rows whose parts are held in memory
 constexpr Bits LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-constexpr float LOWEST = -3e38f;  // score of a key that a row does not see
+// Score of a key that a row does not see. Its weight is 1e-38 or less of the others', and vanishes in float.
+constexpr float LOWEST = -3e38f;
 
 inline Lanes load(const float* from) { return *reinterpret_cast<const Lanes*>(from); }
 inline void store(float* to, Lanes value) { *reinterpret_cast<Lanes*>(to) = value; }
@@ -190,7 +191,7 @@ struct Attention {
             }
             const float most = across(top, larger);
             for (int64_t group = 0; group < GROUPS; ++group) {
-                score[group] = score[group] > broadcast(LOWEST) ? exp2(score[group] - most) : Lanes{};
+                score[group] = exp2(score[group] - most);
                 added += score[group];
             }
             for (int64_t group = 0; group < GROUPS; group += 2)
