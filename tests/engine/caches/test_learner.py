@@ -28,7 +28,9 @@ PAGES = [paragraph(seed) for seed in range(4)]
 
 
 @pytest.fixture
-def kb(open_kb):
+def kb(open_kb, monkeypatch):
+    """With so many slots that no sighting overwrites another: their places depend on the store's secret."""
+    monkeypatch.setattr(learner_module, "_SLOTS", 1 << 24)
     return open_kb(store=rc.StoreConfig())
 
 
