@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import platform
 from functools import cache
 
 import torch
@@ -22,8 +21,7 @@ def prepare() -> ctypes.CDLL | None:
     None: it cannot be compiled, or PyTorch's own kernels are as good, since the processor has no AVX512-BF16, or has
     AMX, which PyTorch uses.
     """
-    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    if not is_x86 or not torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+    if not torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
         return None
     if (library := native.load("attention", *_INSTRUCTIONS)) is not None:
         library.ragcache_attend.argtypes = _ARGUMENTS
