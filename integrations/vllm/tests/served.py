@@ -14,9 +14,12 @@ import httpx
 from vllm_world import QUIET
 
 import ragcache as rc
+from ragcache_demo.demo_command import load_questions
 from ragcache_vllm.command import EngineSettings, vllm_command
 from ragcache_vllm.merged_adapter import servable
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
+QUESTIONS = [entry.text for entry in load_questions(EXAMPLES / "corpus_questions.jsonl")]
 START_S = 900.0
 # Two processors are enough for nobody: vLLM's threads are not bound to any.
 SMALL = ("--enforce-eager", "--max-num-seqs", "8", "--max-model-len", "4096")

@@ -1,25 +1,21 @@
 """A store whose model is an adapter: vLLM over the merged checkpoint against the embedded engine."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from adapters import save_adapter
 
 import ragcache as rc
 from ragcache.models.hub import resolve
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_demo.bag_of_words import BagOfWords
+from tests.adapters import save_adapter
 
 pytest.importorskip("vllm", reason="runs in vLLM's own environment")
 
-from served import serving
+from served import EXAMPLES, QUESTIONS, serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
-EXAMPLES = Path(__file__).parents[3] / "examples"
-LINES = (EXAMPLES / "corpus_questions.jsonl").read_text(encoding="utf-8").splitlines()
-QUESTIONS = [json.loads(line)["question"] for line in LINES[::40]]
 
 
 def save_links(directory: Path) -> None:
@@ -37,12 +33,12 @@ def test_answers_are_those_of_the_embedded_engine(tmp_path):
     save_links(tmp_path / "adapter")
     with rc.RagCache.open(tmp_path / "kb", model=tmp_path / "adapter", embedder=BagOfWords()) as here:
         assert not here.ingest([EXAMPLES / "corpus"]).failed
-        expected = [here.ask(question, k=4) for question in QUESTIONS]
+        expected = [here.ask(question, k=4) for question in QUESTIONS[::40]]
     with (
         serving(tmp_path / "kb", tmp_path / "vllm.txt") as engine,
         rc.RagCache.open(tmp_path / "kb", engine=engine, embedder=BagOfWords()) as front,
     ):
-        for question, wanted in zip(QUESTIONS, expected, strict=True):
+        for question, wanted in zip(QUESTIONS[::40], expected, strict=True):
             answer = front.ask(question, k=4)
             assert (answer.text, answer.method) == (wanted.text, "link"), question
             assert answer.usage.prompt_tokens == wanted.usage.prompt_tokens

@@ -1,6 +1,5 @@
 """`RagCache.open(engine=...)` over vLLM against the embedded engine, over the example corpus."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,9 @@ from ragcache_demo.bag_of_words import BagOfWords
 
 pytest.importorskip("vllm", reason="runs in vLLM's own environment")
 
-from served import serving
+from served import EXAMPLES, QUESTIONS, serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
-EXAMPLES = Path(__file__).parents[3] / "examples"
-QUESTIONS = [
-    json.loads(line)["question"]
-    for line in (EXAMPLES / "corpus_questions.jsonl").read_text(encoding="utf-8").splitlines()
-]
 METHODS = {"link": {}, "reposition": {}, "epic": {"first_tokens": 4}, "full": {}}
 FORMS: dict[str, dict[str, Any]] = {
     "json": {

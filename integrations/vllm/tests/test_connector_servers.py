@@ -1,6 +1,5 @@
 """Two vLLM servers, each on a machine with a store of its own, over a shared database and a shared remote (Redis)."""
 
-import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,16 +16,11 @@ from ragcache_demo.bag_of_words import BagOfWords
 
 pytest.importorskip("vllm", reason="runs in vLLM's own environment")
 
-from served import Server, started, wait_until_up
+from served import EXAMPLES, QUESTIONS, Server, started, wait_until_up
 
 from integrations.remote.tests.remotes import redis_server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
-EXAMPLES = Path(__file__).parents[3] / "examples"
-QUESTIONS = [
-    json.loads(line)["question"]
-    for line in (EXAMPLES / "corpus_questions.jsonl").read_text(encoding="utf-8").splitlines()
-]
 EMBEDDER = BagOfWords()
 
 
