@@ -104,21 +104,37 @@ def test_a_replay_that_falls_behind_says_by_how_much():
 
 
 def test_a_slice_is_counted_replayed_and_drawn(log, tmp_path):
-    given = ["--trace", str(log), "--rooms", "100", "200000", "--requests", "4", "--speed", "36000", "--shape", "toy"]
-    peers = ["--peers", "ragcache", "vllm", "--threads", "1", "--kv-mib", "64", "--environments", str(tmp_path)]
+    given = ["--trace", str(log), "--rooms", "100", "200000", "--requests", "4", "--speeds", "36000", "72000"]
+    peers = [
+        "--shape",
+        "toy",
+        "--peers",
+        "ragcache",
+        "ragcache-server",
+        "vllm",
+        "--threads",
+        "1",
+        "--kv-mib",
+        "64",
+        "--environments",
+        str(tmp_path),
+    ]
     found = main("week", [*given, *peers, "--answer", "3", "--out", str(tmp_path)]).to_json()
     replay = found["figures"]["replay"]
     assert replay["requests"] == 4
-    assert replay["rows"]["ragcache reposition"]["found"] > replay["rows"]["ragcache full"]["found"]
+    found = {row: one["speeds"]["36000"]["found"] for row, one in replay["rows"].items()}
+    assert found["ragcache reposition"] == found["ragcache serve, reposition"] > found["ragcache full"]
+    assert all(one["alone_s"]["p95"] > 0 and one["at_twice"] > 0 for one in replay["rows"].values())
     assert "environment was not made" in replay["not_run"]["vllm"]
     page = (tmp_path / "week.md").read_text()
     assert "| vllm | not run" in page
-    assert "of the first token" in page
+    assert "Seconds to the first token" in page
 
 
 def test_bad_settings_and_logs_are_named(log, tmp_path):
-    with pytest.raises(ConfigError, match="--speed is 0"):
-        week.Settings(log, speed=0)
+    for speeds in ((0.0,), (2.0, 1.0)):
+        with pytest.raises(ConfigError, match="--speeds are"):
+            week.Settings(log, speeds=speeds)
     with pytest.raises(ConfigError, match="no request of at most"):
         week.slice_of(week.Settings(log, start=10**9, requests=1), list(read_log(log)))
     (tmp_path / "cut.jsonl").write_text(log.read_text()[:-30])

@@ -1,0 +1,140 @@
+"""`ragcache serve` as a user runs it, asked over HTTP: what the server adds to the engine of `ragcache_worker`.
+
+Every token id becomes a word that the tokenizer reads as this id again, so that texts are as long as the prompts of the
+other peers. A request carries its passages in the field `documents`, the rest as the user's message. Seconds count from
+the request to the first piece of the answer and to the last, as the client sees them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import ragcache as rc
+from benchmarks.peer_workers.channel import Answer, Prompt, serve
+
+MOST_AT_ONCE = 64
+MOST_DOCUMENTS = 8
+"""Passages of a request that only has them read: as many as a question has, so that no context is too long."""
+TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
+
+
+class RagCacheServerWorker:
+    """A worker whose variants are names of methods."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        folder = Path(config["directory"])
+        model = with_words(Path(config["model"]), folder / "model")
+        options = {
+            "--model": str(model),
+            "--dtype": config["dtype"],
+            "--store": str(folder / "kb"),
+            "--recipe": "isolated",
+            "--learn": "off",
+            "--memory": str(config["kv_bytes"]),
+            "--prefix-memory": str(config["kv_bytes"]),
+            "--slots": str(config["askers"]),
+            "--queue": str(MOST_AT_ONCE),
+            "--system": "",
+            "--port": "0",
+        }
+        command = [sys.executable, "-m", "ragcache", "serve", *(one for pair in options.items() for one in pair)]
+        self._server = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
+        atexit.register(self._server.terminate)
+        assert self._server.stdout is not None
+        line = self._server.stdout.readline().decode()
+        address = re.search(r"http://\S+?:\d+", line)
+        if address is None:
+            raise RuntimeError(f"the server did not start: {line!r}")
+        self._http = httpx.Client(base_url=address[0], timeout=600, trust_env=False)
+        while self._http.get("/readyz").status_code != 200:
+            time.sleep(0.1)
+        self._name = self._http.get("/v1/models").json()["data"][0]["id"]
+        self._threads = config["threads"]
+
+    def about(self) -> dict[str, Any]:
+        return {"versions": {"ragcache": rc.__version__}, "settings": {"threads": self._threads, "over": "HTTP"}}
+
+    def read(self, passages: Sequence[Sequence[int]]) -> None:
+        for start in range(0, len(passages), MOST_DOCUMENTS):
+            self._answer("reposition", Prompt(passages[start : start + MOST_DOCUMENTS], [0]), 1, time.perf_counter())
+
+    def ask(self, variant: str, prompts: Sequence[Prompt], tokens: int) -> list[Answer]:
+        return self.replay(variant, prompts, [tokens] * len(prompts), [0.0] * len(prompts))
+
+    def replay(
+        self, variant: str, prompts: Sequence[Prompt], tokens: Sequence[int], at: Sequence[float]
+    ) -> list[Answer]:
+        began = time.perf_counter()
+        with ThreadPoolExecutor(MOST_AT_ONCE) as askers:
+            answers = []
+            for prompt, count, due in zip(prompts, tokens, at, strict=True):
+                time.sleep(max(0.0, began + due - time.perf_counter()))
+                answers.append(askers.submit(self._answer, variant, prompt, count, began + due))
+            return [answer.result() for answer in answers]
+
+    def _answer(self, variant: str, prompt: Prompt, tokens: int, started: float) -> Answer:
+        first_s, ids, found = 0.0, list[int](), 0
+        for chunk in self._stream(variant, prompt, tokens):
+            text = "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+            if text and not ids:
+                first_s = time.perf_counter() - started
+            ids += [int(word[1:]) for word in text.split()]
+            found = chunk.get("ragcache", {}).get("avoided_tokens", found)
+        return Answer(first_s, time.perf_counter() - started, ids, found)
+
+    def _stream(self, variant: str, prompt: Prompt, tokens: int) -> Iterator[dict[str, Any]]:
+        """Yield the chunks of an answer. Raises httpx.HTTPStatusError (the request was refused), RuntimeError (an error
+        in the stream)."""
+        body = {
+            "model": self._name,
+            "messages": [{"role": "user", "content": words(prompt.suffix)}],
+            "max_tokens": tokens,
+            "stream": True,
+            "ragcache": {"method": variant, "documents": [{"text": words(one)} for one in prompt.passages]},
+        }
+        with self._http.stream("POST", "/v1/chat/completions", json=body) as reply:
+            if reply.is_error:
+                reply.read()
+                raise RuntimeError(f"{reply.status_code}: {reply.text[:300]}")
+            for line in reply.iter_lines():
+                if line.startswith("data: {"):
+                    chunk = json.loads(line.removeprefix("data: "))
+                    if "error" in chunk:
+                        raise RuntimeError(str(chunk["error"]))
+                    yield chunk
+
+
+def words(ids: Sequence[int]) -> str:
+    """Return a text that the tokenizer of `with_words` reads as these ids."""
+    return " ".join(f"w{id}" for id in ids)
+
+
+def with_words(model: Path, directory: Path) -> Path:
+    """Return a directory with the model's weights, by links, and a tokenizer with a word for every id."""
+    directory.mkdir()
+    for file in model.iterdir():
+        if not file.name.startswith(("tokenizer", "chat_template", "special_tokens")):
+            (directory / file.name).symlink_to(file.absolute())
+    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
+    backend = Tokenizer(models.WordLevel({f"w{id}": id for id in range(vocab_size)}, unk_token="w0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w0", chat_template=TEMPLATE)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+if __name__ == "__main__":
+    serve(RagCacheServerWorker)
