@@ -24,6 +24,7 @@ UNKNOWN_BYTES = 1 << 62  # if the system does not report its memory
 class Size(NamedTuple):
     """The memory that a question's KV takes.
 
+    num_tokens: of the prompt, and of the answer or its beginning, for the message of AnswerTooLargeError
     num_bytes:  for its prompt, and for its answer or the answer's beginning
     more_bytes: the most that a long answer may request later
     """
@@ -56,7 +57,8 @@ class Admission:
     another if necessary (the banker's algorithm, Dijkstra 1965): a request that would break this waits.
 
     budget_bytes: never exceeded
-    changed:      the lock of all its state, and of decisions about sizes
+    changed:      condition that is notified when memory is freed; its lock protects all state, and is held while sizes
+                  are decided
     """
 
     budget_bytes: int
@@ -72,11 +74,13 @@ class Admission:
         return len(self._queue)
 
     def reserve(self, size: Callable[[], Size], limit: Limit) -> Claim:
-        """Wait until there is room, and take it until `end` and `release`.
+        """Wait until there is room for a question's KV, and reserve it until `end` and `release` return it.
 
-        size: returns the need; called again whenever there may be room, as the need may change while others come and go
+        size: returns the question's need; called again whenever there may be room, because the need changes when other
+              questions over the same context come and go
 
-        Raises AnswerTooLargeError if it can never fit, and the errors of `limit` while it waits.
+        Returns the claim, for `grow` and `end`. Raises AnswerTooLargeError if the need exceeds the whole budget, and
+        the errors of `limit` while it waits.
         """
         ticket = object()
         with self.changed:
@@ -152,7 +156,7 @@ class Admission:
 
 
 def default_budget(lm: LanguageModel) -> int:
-    """Return half of the memory of the model's device."""
+    """Return half of the memory of the model's device, or UNKNOWN_BYTES if the system does not report it."""
     if lm.device.type == "cuda":
         return int(torch.cuda.mem_get_info(lm.device)[1]) // DEFAULT_SHARE
     found = machine_bytes()
@@ -168,5 +172,5 @@ def tokens_within(lm: LanguageModel, num_bytes: int) -> int:
 def kv_bytes(lm: LanguageModel, num_tokens: int) -> int:
     """Return the bytes of a cache with room for `num_tokens` tokens."""
     position_bytes = lm.shape.num_layers * torch.int64.itemsize
-    states = 2 * lm.shape.state_bytes  # after the placed context, and at the end
+    states = 2 * lm.shape.state_bytes  # recurrent layers keep the states after the placed context, and the last states
     return capacity_for(num_tokens) * (lm.kv_bytes_per_token + position_bytes) + states

@@ -31,8 +31,8 @@ class Threads:
     async def call(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
         """Run the function in a thread with the caller's context variables, and return its result.
 
-        If the options have an Event `cancelled`, it is set when the caller's task is cancelled. Raises
-        StoreClosedError, ForkedError.
+        If the options have an Event `cancelled`, it is set when the caller's task is cancelled. Raises the function's
+        errors, StoreClosedError, ForkedError.
         """
         self._check_open()
         run = partial(contextvars.copy_context().run, function, *args, **options)
@@ -46,7 +46,10 @@ class Threads:
     async def iterate(
         self, function: Callable[..., Iterator[T]], *args: Any, cancelled: threading.Event, **options: Any
     ) -> AsyncIterator[T]:
-        """Yield the items of the iterator that the function returns; `cancelled` is set when the caller stops early."""
+        """Yield the items of the iterator that the function returns, which runs in a thread.
+
+        `cancelled` is set when the caller stops early. Raises the iterator's errors, StoreClosedError, ForkedError.
+        """
         self._check_open()
         loop = asyncio.get_running_loop()
         items: asyncio.Queue[tuple[object, BaseException | None]] = asyncio.Queue()

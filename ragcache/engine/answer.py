@@ -19,8 +19,9 @@ class Source:
 
     score:  inner product with the question
     handle: key of the chunk's KV block
-    kv:     origin of its KV: "memory", "disk", "remote", "computed" now, "unused" (full prefill reads the text), or
-            "exact" (full prefill had read it at this position before)
+    kv:     origin of its KV: a tier ("device", "memory", "disk" or "remote"); "computed" now; "shared" (another
+            question had placed the same passages); "unused" (full prefill reads the text); or "exact" (the prefix tree
+            had its KV at this position, from an earlier prompt)
     """
 
     chunk: Chunk
@@ -89,7 +90,9 @@ class Usage:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The log-probability of a token from the model's own distribution, before temperature, cuts, penalties and forms.
+    """The log-probability of a token from the model's own distribution.
+
+    That is before temperature, top_k, top_p, penalties, and a grammar that restricts the answer.
 
     text: the text that the token adds; bytes of an incomplete character are shown as U+FFFD
     logprob: NaN for a prompt's first token, which has no predecessor
@@ -104,13 +107,14 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Answer:
-    """text: the answer. hits: the passages it was read from, best first, and pieces learnt from earlier prompts
-    (`chunk.is_learnt`).
+    """An answer with its sources, times and token counts.
 
-    method: the fusion method that read it, with the options that differ from its own; method_reason: why this method,
-            and what to do next
+    text: the answer's text
+    hits: the passages that it was read from, best first, and pieces learnt from earlier prompts (`chunk.is_learnt`)
+    method: the fusion method that read the prompt, with the options that differ from its defaults
+    method_reason: why this method read it, and what the user may do next
     dropped: retrieved passages that did not fit the model's context and were left out (on_overflow="trim")
-    finish_reason: "stop" (end of text, stop string or stop token), "length", or "tool_calls" (there are some)
+    finish_reason: "stop" (end of text, stop string or stop token), "length", or "tool_calls" (the answer has some)
     logprobs: of every token, including those of a stop string; None if `Sampling.logprobs` did not request them
     tool_calls: calls of tools, which are not part of the text
     reasoning: the model's thoughts before the answer, which are not part of the text either
@@ -183,7 +187,10 @@ def _source_to_json(source: Source) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Sources:
-    """First event of a stream, before anything is read: the passages, and the method that will read; see `Answer`."""
+    """First event of a stream, before the prompt is read: the passages, and the method that will read them.
+
+    hits, method, method_reason: as in `Answer`
+    """
 
     hits: list[Source]
     method: str = ""

@@ -89,11 +89,12 @@ class Components(_Made):
     """All parts of a knowledge base.
 
     card:   the model; a LanguageModel if it runs in this process
-    choice: the method that reads questions which do not name their own; stored: facts about the blocks that it was
-            chosen by
+    choice: the method for questions that name no method, and why it was chosen
+    stored: the properties of the store's blocks that a method is chosen by
     block_keys: keys of the store's blocks; a ModelEncoder if the model runs in this process
     loader: None if the model runs in another engine
-    whole:  makes one passage of a whole text
+    whole:  makes a single passage of a whole text
+    turns:  passages and answers of earlier turns of conversations
     system: the system message of conversations that have none
     """
 
@@ -133,9 +134,10 @@ def assemble(
 ) -> Components:
     """Build the parts of a knowledge base.
 
-    engine: where the model runs; None: here, and the card is a LanguageModel or an EmbeddedModel
+    engine: the engine that runs the model; None: the model runs in this process, and the card is a LanguageModel or an
+            EmbeddedModel
 
-    Raises ConfigError, ModelError, PromptError.
+    Raises ConfigError, StoreMismatchError (recipe, primer, neighbours), ModelError, PromptError.
     """
     if engine is not None and card.is_recurrent:
         raise ConfigError(f"{card.name} has recurrent layers, whose states no other engine takes; leave the engine out")
@@ -165,7 +167,8 @@ def assemble(
         store.documents.bind(NEIGHBOURS, neighbours.bound())
         near = NEIGHBOURHOODS[neighbours.chosen_from](store.documents, retriever, neighbours)
     own_blocks = used, first_ids
-    # Blocks after a primer serve every prefix here; a request to another engine names them by the prompt's beginning.
+    # In this process, blocks after a primer serve every prefix. Another engine finds them by the prompt's beginning, so
+    # every prompt then has to state the date that the blocks were encoded with.
     dated = used.needs_prefix or (engine is not None and used.sees_prefix)
     formats = text, chosen.system, shown, dated
     if engine is not None and near is not None:
@@ -203,18 +206,24 @@ def assemble(
 
 
 def _reads(card: ModelCard, engine: Connection | EmbeddedModel | None, method: FusionMethod, *, is_whole: bool) -> bool:
-    """Return whether blocks can be read by this method, here or in another engine."""
+    """Return whether the engine that has the model can read the store's blocks by this method.
+
+    Returns True for a method that reads no blocks.
+
+    engine: None: transformers, in this process
+    is_whole: whether the blocks hold all tokens in every head
+    """
     if not method.reuses_blocks or (card.is_recurrent and not method.joins_states):
         return not method.reuses_blocks
     return (is_whole or method.takes_sparse) and (engine is None or engine.reads(card, method))
 
 
 def _company(store: StoreParts, config: StoreConfig, card: ModelCard, chosen: OpenOptions) -> Recipe | None:
-    """Return the recipe of an empty store whose model was not trained for reuse, or after a primer alone; None for
-    other stores.
+    """Return the recipe COMPANY for an empty store whose model was not trained for reuse; None for other stores.
 
-    Passages of such a model are encoded after a short primer and two neighbours (docs/methods.md, "Neighbours"). A
-    store opened with a recipe, a method or a number of neighbours uses those instead.
+    Passages of such a model are encoded after a short primer and two neighbours (docs/methods.md, "Neighbours"). The
+    same goes for a model that was trained for `reposition` after a primer. A store opened with a recipe, a method or a
+    number of neighbours uses those instead.
     """
     is_chosen = chosen.method not in (None, AUTO) or config.neighbours is not None
     is_trained = card.reuse is not None and (card.reuse.method, card.reuse.recipe) != ("reposition", PRIMER)
@@ -232,10 +241,10 @@ def _company(store: StoreParts, config: StoreConfig, card: ModelCard, chosen: Op
 
 
 def _with_primer(documents: DocumentStore, card: ModelCard, recipe: str | Recipe | None) -> str | Recipe | None:
-    """Return the requested recipe, or the recipe with the primer that the store was created with.
+    """Return the requested recipe; if none was requested, a recipe with the store's primer, or None without a primer.
 
-    A primer is remembered as ids, so that its file may change or disappear. Raises StoreMismatchError if the requested
-    recipe has another primer than the store.
+    The store records its primer as ids, so that the primer's file may change or disappear. Raises StoreMismatchError if
+    the requested recipe has another primer than the store.
     """
     bound = bound_primer(documents.properties())
     made = Recipe(PRIMER, primer=bound) if bound else None
@@ -253,16 +262,19 @@ def _with_primer(documents: DocumentStore, card: ModelCard, recipe: str | Recipe
 
 
 def _date(documents: DocumentStore) -> datetime:
-    """Return the date of the first opening, which stored KV is read after if the chat template states a date."""
+    """Return the date of the store's first opening.
+
+    If the chat template states a date, this is the date in the store's own prefix, after which stored KV is computed.
+    """
     if (bound := documents.properties().get(DATE)) is None:
         documents.bind(DATE, bound := date.today().isoformat())
     return datetime.fromisoformat(str(bound))
 
 
 def _with_kv_share(documents: DocumentStore, recipe: Recipe) -> Recipe:
-    """Return the recipe with the share of KV that the store's blocks hold, as first requested.
+    """Return the recipe with the share of KV (`Recipe.kept`) and the task that were first requested for the store.
 
-    Raises StoreMismatchError if another share is requested now.
+    Raises StoreMismatchError if another share below 1, or another task, is requested now.
     """
     bound = documents.properties().get(KV_SHARE)
     if recipe.kept < 1:
@@ -283,8 +295,9 @@ def _here(
 ) -> _Made:
     """Build the parts for a model in this process.
 
-    own_blocks: how blocks are made: recipe, ids before the first passage
-    formats: of `Prompts`
+    own_blocks: how blocks are made: their recipe, and the ids before the first passage
+    formats: arguments of `Prompts`: format, system, shown, dated
+    near: finds the neighbours of each chunk; None: chunks have no neighbours
     """
     documents, kv, (recipe, first_ids) = store.documents, store.kv, own_blocks
     kv.use_device(lm.device)
@@ -327,7 +340,9 @@ def _embedded(
 ) -> _Made:
     """Build the parts for a model that another engine's library runs in this process; see `_here`.
 
-    Stored blocks are always loaded: setting a state takes far less time than computing it.
+    Stored blocks are loaded unless `config.load` is "never": setting a state takes far less time than computing it.
+
+    Raises ConfigError if the store's codec fits a basis.
     """
     if store.kv.lacks_basis or store.kv.codec.needs_basis:
         raise ConfigError(
@@ -449,9 +464,12 @@ def embedded_engine(documents: DocumentStore) -> str | None:
 
 
 def _refuse_other(bound: Mapping[str, object], lm: ModelCard, fingerprint: str, kind: str) -> None:
-    """Raise ModelMismatchError with the models' names, because a fingerprint means nothing to a reader.
+    """Raise ModelMismatchError if the store's KV was made with another model.
 
-    fingerprint: the model's, as stores are bound to it
+    The message has the models' names, because a fingerprint means nothing to a reader.
+
+    bound: the store's properties
+    fingerprint, kind: the model's fingerprint and dtype (or engine), as a store records them
     """
     if bound.get("fingerprint") in (None, fingerprint):
         return

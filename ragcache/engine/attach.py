@@ -44,7 +44,11 @@ class AttachableStore(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Attachment:
-    """How an object is attached; see `attach`. options: of the library's adapter"""
+    """How an object is attached; see `attach`.
+
+    learn:   whether found passages without KV are precomputed
+    options: options of the library's adapter
+    """
 
     kb: AttachableStore
     collection: str
@@ -68,11 +72,13 @@ class Attachment:
 
 
 class Hook(NamedTuple):
-    """A function that runs after a method: after(object, result, arguments by name) returns the new result. None leaves
-    the result unchanged.
+    """Functions that run around a method of an attached object.
 
-    before: returns additional arguments for `after`, about data that the method is going to remove
-    clean:  returns each argument as the method receives it, without ragcache's own marks
+    after:  called as after(object, result, arguments by name) once the method has run; returns the new result. None:
+            only `clean` is applied
+    before: called as before(object, arguments by name); returns additional arguments for `after`, about data that the
+            method is going to remove
+    clean:  called with each argument; returns it without ragcache's own marks, as the method receives it
     """
 
     after: Callable[[Any, Any, Arguments], Any] | None

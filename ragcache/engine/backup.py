@@ -28,12 +28,19 @@ MANIFEST = "backup.json"
 VERSIONS = {"backup": 1, "store": FORMAT_VERSION, "schema": SCHEMA_VERSION}
 # Files of running servers, which no backup holds.
 LEFT_OUT = ("server.json", "server.lock", "writer.lock", "uploads.lock", "uploads")
-# Their blocks carry checksums of their own, and may come and go while they are copied.
+# Directories of blocks. The manifest has no digests of blocks, because each block carries a checksum. Blocks may come
+# and go while they are copied.
 BLOCKS = ("kv", "foreign")
 
 
 class Backup(NamedTuple):
-    """path: its directory; files, bytes: of its content; database: where the documents are, if they are not in it"""
+    """A backup that was taken, or a store that was restored from a backup.
+
+    path:     its directory
+    files:    number of its files
+    bytes:    size of its files together
+    database: where the documents are, if they are not in the directory
+    """
 
     path: str
     files: int
@@ -117,8 +124,11 @@ def _manifest(backup: Path) -> dict[str, Any]:
 
 @contextmanager
 def _whole(target: Path) -> Iterator[Path]:
-    """Yield a directory that becomes `target` when the body ends without an error. A killed process leaves it under
-    another name, for the next call to delete."""
+    """Yield a directory that becomes `target` when the body ends without an error.
+
+    A killed process leaves the directory under another name, and the next call deletes it. Raises StoreNotFoundError if
+    `target` holds files, StoreBusyError if another process writes it.
+    """
     partial = target.with_name(f".{target.name}.partial")
     with errors.translate_os_errors(target):
         if target.exists() and (not target.is_dir() or any(target.iterdir())):

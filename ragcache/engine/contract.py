@@ -84,7 +84,7 @@ class Connection(Protocol):
 class EmbeddedModel(BlockModel):
     """A model that another engine's library runs in this process.
 
-    weights: digest of the model without the engine's build and settings: what a store is bound to
+    weights: digest of the model alone, without the engine's build and settings; a store is bound to it
     """
 
     weights: str
@@ -110,29 +110,39 @@ class EmbeddedModel(BlockModel):
 
     @abstractmethod
     def check_method(self, method: FusionMethod) -> None:
-        """Raise ConfigError for a method that the engine cannot read by."""
+        """Raise ConfigError if the engine cannot read prompts by this method."""
 
     @abstractmethod
     def prefill(self, plan: PromptPlan, blocks: Sequence[KVBlock], reserve_tokens: int) -> FuseOutput:
-        """Read a prompt as `rc.fuse` does, over a block for each passage that the method places.
+        """Read a prompt as `rc.fuse` does.
 
-        The output's cache can be decoded from, marked, rewound, and must be released. Raises ConfigError for a method
-        that the engine cannot read by.
+        blocks:         a block for each passage that the method places, in order
+        reserve_tokens: room to leave in the cache for decoding
+
+        The output's cache can be decoded from, marked and rewound, and has to be released. Raises ConfigError if the
+        engine cannot read prompts by the plan's method.
         """
 
     @abstractmethod
     def run_each(self, ids: Sequence[int], cache: FusedCache) -> Tensor:
-        """Run tokens after all in a cache of `prefill`, and return the logits of each: float32 [n, vocab_size]."""
+        """Run tokens after all that a cache from `prefill` holds.
+
+        Returns the logits after each of the tokens: float32 [n, vocab_size].
+        """
 
 
 def reads_by_layout(card: ModelCard, method: FusionMethod) -> bool:
-    """Return whether another engine can read by this method: the layout alone says which tokens to place and to run."""
+    """Return whether an engine that loads blocks can read by this method.
+
+    It can if the prompt's layout alone says which tokens to place and which to run, and every token has its place in
+    the prompt as its position.
+    """
     return method.reruns(Layout(())) is not None and method.additions(card).positions == "global"
 
 
 EMBEDDED: Registry[Callable[[str | Path, str], EmbeddedModel]] = Registry(plugins.EMBEDDED)
-"""Engines that run the model in this process, by name. Each takes a model's name and the engine's address, which is its
-name, or "name:option=value,option=value".
+"""Engines that run the model in this process, by name. Each value loads a model: it takes the model's name, and the
+engine's address, which is the engine's name or "name:option=value,option=value".
 """
 
 ENGINES: Registry[Callable[[str, str, str | None], Connection]] = Registry(plugins.ENGINES)

@@ -41,9 +41,11 @@ Part = str | Given
 
 @dataclass(frozen=True)
 class Turn:
-    """One message.
+    """A message of a conversation.
 
-    calls:   functions that an assistant called; call_id, name: the call that a tool's message answers
+    parts:   its texts and passages, in order
+    calls:   functions that an assistant called
+    call_id, name: the call, and the function's name, that a tool's message answers
     """
 
     role: str
@@ -97,13 +99,13 @@ def said(text: str, calls: Sequence[ToolCall]) -> str:
 
 
 class Slot(NamedTuple):
-    """The place of a turn's passages."""
+    """The place of a turn's passages in a rendered conversation. turn: the turn's rank"""
 
     turn: int
 
 
 class Said(NamedTuple):
-    """The place of a whole assistant's turn."""
+    """The place of an assistant's whole answer in a rendered conversation. turn: the turn's rank"""
 
     turn: int
 
@@ -163,8 +165,8 @@ class Conversation:
     def old(self) -> list[list[int]]:
         """Return the ranks of turns that may be left out, oldest first, in groups that only make sense together.
 
-        A group is a question with its answers; after the last question, it is tool calls with their results, except the
-        last.
+        Before the last question, a group is a question with its answers. After the last question, a group is an
+        assistant's tool calls with their results; the newest such group must stay and is not returned.
         """
         last = max(rank for rank, turn in enumerate(self.turns) if turn.role == "user")
         groups: list[list[int]] = []
@@ -231,7 +233,8 @@ class Conversation:
 
         Text of an earlier turn is then the same piece at every later turn.
 
-        form: puts passages in front of the user turns, and questions into its format; None: where the turns hold them
+        form: the format that questions are put into, with a place for passages in front of each user turn; None: turns
+              stay as they are, with the place where each holds its passages
         """
         places: list[Slot | Said] = []
 
@@ -305,7 +308,12 @@ def completion_ends(
 
 
 class SplitParts(NamedTuple):
-    """Text before the passages, the passages, text in front of each (of the first: none), text after the last."""
+    """A turn's parts, split at its passages.
+
+    head:   text before the first passage
+    labels: text in front of each passage; "" for the first, and if only white space separates two passages
+    tail:   text after the last passage
+    """
 
     head: str
     labels: list[str]

@@ -77,8 +77,8 @@ def doctor(
 ) -> DoctorReport:
     """Verify every block and the index; drop damaged and unreferenced blocks, and rebuild the index.
 
-    recompute: how many blocks, chosen at random, are computed anew by `encoder` and compared: numbers may differ by the
-               codec's bound and by what arithmetic rounds
+    recompute: how many blocks, chosen at random, `encoder` computes anew to compare them; numbers may differ by the
+               codec's error bound and by rounding
 
     Everything that is dropped can be computed again: chunks keep their text, and a dropped block is made on first use.
     Raises StoreBusyError, StoreReadOnlyError, StoreFullError; ConfigError if there is no encoder for `recompute`.
@@ -135,20 +135,22 @@ def _verify_blocks(store: StoreParts) -> tuple[list[str], list[str], int]:
 
 
 def _compare(store: StoreParts, encoder: ModelEncoder, count: int) -> tuple[int, list[str]]:
-    """Compute the blocks of `count` chunks anew, chosen at random. Return how many were compared, and the keys of those
-    that hold other numbers, which are dropped."""
+    """Compute the blocks of `count` chunks anew, chosen at random, and drop stored blocks that hold other numbers.
+
+    Returns how many blocks were compared, and the keys of the dropped blocks.
+    """
     chunks = [chunk for one in store.documents.documents() for chunk in store.documents.chunks_of(one.id)]
     compared, different = 0, list[str]()
     for chunk in encoder.with_neighbours(sample(chunks, len(chunks)) if count else []):
         key = encoder.key(chunk.token_ids, chunk.neighbours)
-        stored = store.kv.read(key) if chunk.handle == key else None  # else it was made under other options
+        stored = store.kv.read(key) if chunk.handle == key else None  # any other block was made under other options
         if stored is None:
             continue
         compared += 1
         (block,) = encoder.encode([chunk.token_ids], [chunk.neighbours])
         if not _agree(stored, block):
             log.warning(
-                "block %s of chunk %s is not its text's; dropped, and computed again when it is needed", key, chunk.id
+                "block %s does not hold the KV of chunk %s; dropped, and computed again on first use", key, chunk.id
             )
             store.kv.delete(key)
             different.append(key)
@@ -158,7 +160,10 @@ def _compare(store: StoreParts, encoder: ModelEncoder, count: int) -> tuple[int,
 
 
 def _agree(stored: KVBlock, block: KVBlock) -> bool:
-    """Return whether a stored block is this one, but for its codec and for what batches of other sizes round."""
+    """Return whether a stored block equals a block that was computed anew.
+
+    Numbers may differ by the codec's error bound and by rounding, which depends on the size of the batch.
+    """
     if (stored.layers, stored.num_tokens) != (block.layers, block.num_tokens):
         return False
     bound = codec_of(stored).error_bound(block)

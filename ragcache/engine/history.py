@@ -25,8 +25,8 @@ SPACES = ("\u2581", "\u0120")
 class History:
     """Everything read before this turn's passages in a conversation: texts as ids, and groups of passages, in order.
 
-    again: passages of this turn that are already in here
-    stays: number of first parts that hold the passages of system messages, which are never dropped
+    again: passages of this turn that earlier turns have, too
+    stays: number of parts at the beginning whose passages are never dropped: those of system messages
     """
 
     parts: tuple[tuple[int, ...] | tuple[Hit, ...], ...]
@@ -48,14 +48,17 @@ class History:
         return parts
 
     def without_oldest(self) -> History | None:
-        """Drop the passages of the oldest turn that has any; None when none has."""
+        """Return the history without the passages of the oldest turn that has any, or None if no turn has any."""
         for place, part in enumerate(self.parts):
             if place >= self.stays and part and isinstance(part[0], Hit):
                 return replace(self, parts=self.parts[:place] + self.parts[place + 1 :])
         return None
 
     def knowing(self, hits: Sequence[Hit]) -> tuple[History, list[Hit]]:
-        """Split hits into those already read here (noted in the returned history) and new hits."""
+        """Split the hits into those that this history holds already and new hits.
+
+        Returns this history with the former as `again`, and the new hits.
+        """
         held = {tuple(hit.chunk.token_ids) for hit in self.hits}
         again = tuple(hit for hit in hits if tuple(hit.chunk.token_ids) in held)
         return replace(self, again=again), [hit for hit in hits if tuple(hit.chunk.token_ids) not in held]
@@ -134,13 +137,16 @@ class ConversationContext:
     ) -> tuple[History, list[int]]:
         """Return everything before this turn's passages, and the ids after them.
 
-        pieces: the rendered conversation; given: passages of the turns that contain their own, by turn
+        pieces: the rendered conversation, from `Conversation.in_pieces`
+        hits_by_turn: passages that turns contain themselves, by the turn's rank
+
+        Raises PromptError if no turn has a place for passages.
         """
         last = max((place for place, piece in enumerate(pieces) if isinstance(piece, Slot)), default=None)
         if last is None:
             raise PromptError("there is no user message; end the conversation with a question")
         once, seen = dict[int, list[Hit]](), set[tuple[int, ...]]()
-        # Each passage once, in the first turn that has it, where it was read.
+        # A passage is read once, in the first turn that has it; later turns leave it out.
         for turn, hits in sorted(hits_by_turn.items()):
             once[turn] = [hit for hit in hits if tuple(hit.chunk.token_ids) not in seen]
             seen |= {tuple(hit.chunk.token_ids) for hit in hits}

@@ -21,10 +21,12 @@ class Info:
     """Counts, bytes by tier, and hits over the life of the store.
 
     pending: chunks without stored KV: not computed yet, evicted by the store, or held in memory alone
-    primer_tokens: of the primer that passages are encoded after; 0: no primer
-    neighbours: most other passages that each passage is encoded after
-    neighbours_from: source of these: nearest by "similarity", or earlier in the same "document"
-    foreign: passages that belong to no document; None: their KV is not kept
+    misses:  blocks that had to be computed for a question
+    primer_tokens: length of the primer that passages are encoded after; 0: no primer
+    neighbours: the most other passages that a passage is encoded after
+    neighbours_from: how these are chosen: nearest by "similarity", or earlier in the same "document"
+    pinned:  blocks that are protected from eviction
+    foreign: usage of the cache of passages that belong to no document; None: their KV is not kept
     """
 
     documents: int

@@ -137,21 +137,25 @@ class RagCache(Store):
                   store
         reranker: directory or hub id of a cross-encoder, or a Reranker, that chooses among the search results; see the
                   option `rerank`
-        recipe:   how chunks are encoded; None: as the model was trained, or the method's first; `kept` does not change
+        recipe:   how chunks are encoded; None: after the primer that the store was created with, if any; else as the
+                  model was trained; else, in an empty store, after a primer and two neighbours (see
+                  `StoreConfig.neighbours`); else by the method's first recipe. A share of kept KV (`Recipe.kept`)
+                  below 1 cannot be changed later
         dtype, device: of the models, see `load_lm`; a store keeps the dtype that it was created with
         system, question_format: see `ragcache.prompt.prompt_format`
-        chunker, ingest, store: settings of those parts
+        chunker, ingest, store: how documents are cut, how they are ingested, and how the store is opened
         create:   create the store if it does not exist
-        engine:   where the model runs: "vllm://host:port" of `ragcache vllm` over this store, where no weights are
-                  loaded here, `model` says where to find tokenizer and configuration, and documents are added without
-                  KV; "llama.cpp" for a GGUF file in this process by llama.cpp, with options as in
-                  "llama.cpp:n_ctx=16384,kv=q8_0"; None: in this process, as the store was made
-        engine_key: the engine's key
+        engine:   what runs the model. "vllm://host:port": a `ragcache vllm` over this store; no weights are loaded
+                  here, `model` says where to find tokenizer and configuration, and documents are added without KV.
+                  "llama.cpp": llama.cpp in this process, from a GGUF file, with options as in
+                  "llama.cpp:n_ctx=16384,kv=q8_0". None: the engine in this process that the store was created with:
+                  transformers, or an engine such as llama.cpp
+        engine_key: the key that the engine at an address requires
 
         `Store.open` lists, deletes and checks documents without loading models.
 
-        Raises StoreNotFoundError, StoreMismatchError (model, embedder or schema version), StoreReadOnlyError,
-        ModelError, EmbedderError, RerankerError, ConfigError, EngineError.
+        Raises StoreNotFoundError, StoreMismatchError (model, embedder, recipe, database or schema version), SealError,
+        StoreReadOnlyError, ModelError, EmbedderError, RerankerError, ConfigError, EngineError, PromptError.
         """
         elsewhere = [name for name in method_options if said(name, ()) is not None]
         # `methods` imports every method, so only where a name may be a method's option.
@@ -227,12 +231,12 @@ class RagCache(Store):
 
     @property
     def reads_blocks(self) -> bool:
-        """Return whether that method reads passages from their KV at any position in the prompt."""
+        """Return whether the default method reads passages from their KV blocks, at any position in the prompt."""
         return self._parts.choice.method.reuses_blocks
 
     @property
     def admission(self) -> Admission:
-        """Return the memory of answers in progress."""
+        """Return the budget of KV that all answers in progress share, and its present use."""
         return self._parts.admission
 
     def count_tokens(self, text: str) -> int:
@@ -281,8 +285,11 @@ class RagCache(Store):
                   started for this call; this process stores the documents
         progress: a callback of ProgressEvents, or True for bars on the terminal, which also show the KV's disk space:
                   an estimate before, the exact number afterwards
+        timeout_s: seconds to wait for another writer
         cancelled: set it to stop
         limits: a document with more tokens fails before its KV is computed; see `token_limits`
+
+        Raises the errors of `Ingestor.ingest`.
         """
         self._check_open()
         if ray and isinstance(self.lm, EmbeddedModel):
@@ -319,8 +326,11 @@ class RagCache(Store):
     def copy(
         self, other: Store, *, kv: str = "eager", progress: Progress | None = None, timeout_s: float = 30.0
     ) -> IngestReport:
-        """Store the documents of another store, which may use another model; see `Ingestor.copy`. Each goes to a
-        collection of the same name, or all of them to the collection that this knowledge base shows."""
+        """Store the documents of another store, which may use another model; see `Ingestor.copy`.
+
+        Each document goes to a collection of the same name, or, if this object shows a single collection, to that
+        collection.
+        """
         report, is_whole = IngestReport(), self.store.documents.view.reads is None
         for name in other.collections():
             public = other._collections.secret(name) == ""
@@ -380,7 +390,7 @@ class RagCache(Store):
     def _kv_mode(self) -> str:
         if self._encoder is not None or self.config.kv == "lazy":
             return self.config.kv
-        log.warning("documents are stored without KV, which the engine computes for nobody: `ragcache ingest` does")
+        log.warning("documents are stored without KV: the engine computes answers alone, and `ragcache ingest` the KV")
         return "lazy"
 
     def estimate_kv(self, inputs: Inputs) -> KVEstimate:
@@ -389,8 +399,12 @@ class RagCache(Store):
         return estimate_kv(_listed(inputs), encoder.lm, self.config.codec, longest, encoder.recipe.kept)
 
     def token_limits(self, document: int | None, call: int, kv_bytes: int, seconds: float) -> TokenLimits:
-        """Return limits of an ingestion: the tokens of a document, and those of all, whose KV takes at most `kv_bytes`
-        and `seconds` to compute, as far as the rate of this machine is known.
+        """Return limits on the tokens of an ingestion, as `ingest` takes them.
+
+        document: most tokens of a document; None: any number
+        call: most tokens of all documents together
+        kv_bytes, seconds: the most that the KV of all documents together may take on disk, and to compute. The time is
+                           limited only once the machine's rate has been measured
         """
         bounds = {f"allowed in an addition ({call:,} tokens)": call}
         if self._encoder is not None and isinstance(self.lm, LanguageModel):
@@ -482,7 +496,8 @@ class RagCache(Store):
         k: how many passages are retrieved; None: DEFAULT_K for a question, none for a conversation
         options: those of `ask`, or of `chat`
 
-        Then come the stored passages that the prompt's text holds but for some tokens. Raises the errors of both.
+        Returns a reason for each passage of the prompt, in order, then for each stored passage that occurs in the
+        prompt's text with some tokens changed. Raises the errors of `ask` and `chat`.
         """
         from ragcache.engine.planned import explain
 
@@ -490,8 +505,9 @@ class RagCache(Store):
         return explain(self._parts, self._questions.finder, asked, options if k is None else {**options, "k": k})
 
     def count_chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> int:
-        """Count the tokens of a conversation's prompt, passages in its messages included, without any that would be
-        retrieved. Takes the options of `stream_chat` and raises its errors.
+        """Count the tokens of a conversation's prompt. Takes the options of `stream_chat` and raises its errors.
+
+        Passages in its messages are counted. Passages that would be retrieved, or are given by `passages`, are not.
         """
         self._check(options, ChatOptions)
         return self._questions.count_chat(messages, options)

@@ -1,4 +1,4 @@
-"""API keys: who may ask, write and administer, and which collections each key reads and changes.
+"""API keys: which requests each key allows, and which collections it reads and changes.
 
 A key file is TOML. It holds digests of secrets, and no secret:
 
@@ -10,7 +10,7 @@ A key file is TOML. It holds digests of secrets, and no secret:
     limits = { requests = 60, tokens = 20000 }
     scopes = ["ask", "write"]
 
-"*" stands for every collection that is not an OpenAI vector store.
+"*" means every collection that is not an OpenAI vector store.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ _FIELDS = ("digest", "expires", "limits", "reads", "writes", "scopes")
 
 @dataclass(frozen=True)
 class Key:
-    """A key, as far as a server knows it.
+    """An API key as a server knows it: without its secret.
 
-    digest: SHA-256 of its secret, hexadecimal
+    digest: SHA-256 of the secret, hexadecimal
     scopes: "ask" (questions, searches, lists), "write" (changes of documents), "admin" (metrics, usage of the store)
     reads, writes: names of collections; "*": every collection that is not a vector store
-    limits: rates of the key by name, of LIMITS; the server's apply to the others
-    expires: when it stops to open anything; None: never
+    limits: the key's own limits by name (LIMITS): requests and tokens a minute, upload_tokens an hour. Limits that the
+            key does not have are the server's
+    expires: time from which the key is refused; None: never
     """
 
     id: str
@@ -94,8 +95,8 @@ def new_secret() -> str:
 def read_key_file(path: Path) -> list[Key]:
     """Return the keys of a file, by id.
 
-    Raises ConfigError naming the file, and the key, if the file cannot be read, can be read by every user of the
-    machine, is no TOML, has no table of keys, or has a key that lacks a digest, scopes or has fields that no key has.
+    Raises ConfigError, which names the file and the key at fault, if the file cannot be read, is readable by every user
+    of the machine, is no TOML or has no table of keys, or if a key has no digest or scopes, or has unknown fields.
     """
     try:
         with open(path, "rb") as file:
@@ -140,7 +141,7 @@ def _key(path: Path, id: str, fields: Any) -> Key:
 
 
 def check_limit(where: str, name: str, value: Any) -> None:
-    """Raise ConfigError if a key cannot have this limit."""
+    """Raise ConfigError if a key cannot have this limit. where: begins the message"""
     if name not in LIMITS:
         raise ConfigError(f"{where} has no such limit: {name!r}; its limits are {', '.join(LIMITS)}")
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value < math.inf:
@@ -158,7 +159,9 @@ def write_key_file(path: Path, keys: Iterable[Key]) -> None:
 class KeyFile:
     """A key file that a server reads again when it changes. Thread-safe.
 
-    A file that cannot be read any more leaves the keys as they were, which is logged once for each change.
+    If the changed file cannot be read, the keys stay as they were, and an error is logged once for each change.
+
+    Raises ConfigError if the file cannot be read at first, or holds no key.
     """
 
     def __init__(self, path: Path) -> None:

@@ -31,7 +31,7 @@ SHARED = "shared"
 class ResolvedKV:
     """The KV that a prompt is read from.
 
-    path:    the prompt as the prefix tree knows it; None if the method has no use for the tree
+    path:    the prompt as the prefix tree knows it; None if its KV is not looked up in the tree
     prefix:  exact KV of the prompt's first tokens
     loaded:  blocks of its passages
     sources: its passages, with the origin of their KV
@@ -71,7 +71,7 @@ class KVLookup:
 
         base: the context of everything before the suffix, if another question has placed it
 
-        Raises CancelledError and TimedOutError within `limits.limited`.
+        Raises CancelledError and TimedOutError within `deadline.limited`, and StoreError.
         """
         path, loaded, encoder = self._path(request), LoadedBlocks(), self._encoder_for(request)
         with self._prefix(request, path, base) as prefix:
@@ -118,16 +118,17 @@ class KVLookup:
         return max(pinned)
 
     def keeps_context_of(self, method: FusionMethod) -> bool:
-        """Return whether the method's placed context can be shared and kept.
+        """Return whether KV that the method has placed can be shared with other questions and kept for later ones.
 
-        If blocks hold different tokens in each head, every question places its own context.
+        It cannot if each head of a block holds different tokens; every question then places its own context.
         """
         return self.encoder.recipe.is_dense or not method.reuses_blocks
 
     def shares_context_of(self, method: FusionMethod) -> bool:
         """Return whether questions over the same passages can share a context.
 
-        Recurrent states are kept only where blocks end.
+        With recurrent layers, they can share a context of blocks alone: a method that runs all tokens leaves no states
+        at the end of the passages, where the suffix would begin.
         """
         return self.keeps_context_of(method) and (method.reuses_blocks or not self.lm.is_recurrent)
 
@@ -154,7 +155,11 @@ class KVLookup:
 
     @contextmanager
     def _known(self, request: Request, path: Path) -> Iterator[PrefixKV]:
-        """Yield the KV that the prefix tree holds for the prompt, except its last token."""
+        """Yield the KV that the prefix tree holds for the prompt, of all tokens but the last.
+
+        If passages were found in the prompt's text, and the tree holds no more than the prompt's prefix, the KV of the
+        prefix is yielded, which is computed if necessary.
+        """
         prompt, options = request.prompt, request.options
         with self._prefixes.match(options.method, path, path.layout.num_tokens - 1) as (lease, load_s):
             count = 0 if lease is None else lease.num_tokens
@@ -165,7 +170,10 @@ class KVLookup:
                 yield PrefixKV(lease, load_s=load_s)
 
     def of(self, salt: str, prefixes: Prefixes, on_encoded: OnEncoded) -> KVLookup:
-        """Return the same for another salt."""
+        """Return a lookup for another salt, over the same model, documents and loader.
+
+        prefixes: those of that salt; on_encoded: called after every batch of blocks, see `ModelEncoder`
+        """
         encoder = replace(self.encoder, salt=salt, read_prefix=prefixes.exact, on_encoded=on_encoded)
         return replace(self, encoder=encoder, _prefixes=prefixes)
 
@@ -175,7 +183,10 @@ class KVLookup:
         return self.encoder if near is None or not where else replace(self.encoder, neighbourhood=near.passing(where))
 
     def _encoder_behind(self, own: ModelEncoder, ids: list[int], prefix: PrefixKV) -> ModelEncoder:
-        """Return the encoder `own`, or an encoder for the prefix `ids` if blocks depend on their prefix."""
+        """Return the encoder `own`, or an encoder for the prefix `ids` if blocks depend on their prefix.
+
+        prefix: the KV of `ids`
+        """
         if not own.recipe.needs_prefix or ids == own.prefix_ids:
             return own
         return ModelEncoder(
@@ -191,7 +202,11 @@ class KVLookup:
     def _along(
         self, encoder: ModelEncoder, request: Request, path: Path, loaded: LoadedBlocks, known: int, known_as: str
     ) -> list[Source]:
-        """Return this turn's passages, those read in earlier turns included, with the origin of their KV."""
+        """Return this turn's passages, including those that earlier turns have read, with the origin of their KV.
+
+        loaded: blocks of the passages after the first `known` tokens
+        known_as: origin of passages within the first `known` tokens, whose KV was exact
+        """
         fresh = iter(zip(loaded.handles, loaded.origins, strict=True))
         keys = encoder.keys([hit.chunk for _, hit in path.passages])
         sources = []

@@ -1,9 +1,9 @@
 """Plans which blocks of a question are read and which are computed, so that both proceed at once.
 
 Blocks are sorted by the cost of loading relative to the cost of computing, cheapest to load first. Readers take blocks
-from the front and the model from the end. Each takes only a block that it is expected to finish before the other side
-would have finished all that is left. So the two meet where both end at the same time; a side that proves slow takes
-fewer. A block goes only one way: once begun, it is waited for.
+from the front and the model from the end. Each side takes a block only if it is expected to finish the block before the
+other side would have finished all blocks that are left. So the two sides meet where both end at the same time, and a
+side that proves slow takes fewer blocks. A block that one side has begun is not given to the other.
 
 With right estimates this takes no longer than reading all blocks, and no longer than computing all blocks: the other
 side alone would have done each block later. It is not always the best split, because blocks are taken singly, and the
@@ -112,7 +112,7 @@ class LoadPlan(Generic[Key]):
         return batch
 
     def _taken_batch(self) -> list[Key]:
-        """Take parts from the end of the row, while computing them ends before reading them would."""
+        """Return parts from the end of the sorted parts, as long as computing them ends before reading them would."""
         batch: list[Key] = []
         left = [] if self.load_all else list(self._waiting)
         while left and self._fits(batch, left[-1]):
@@ -144,7 +144,7 @@ class LoadPlan(Generic[Key]):
     # Expectations
 
     def _backlog_s(self) -> dict[str, float]:
-        """Return the seconds until the reads in progress have arrived, of all questions, by tier."""
+        """Return for each tier the seconds until the reads in progress from it, of all questions, have arrived."""
         tiers = {self.parts[key].tier for key in self._waiting}
         return {tier: self.rates.tier(tier).backlog_s() for tier in tiers}
 

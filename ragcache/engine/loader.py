@@ -55,7 +55,7 @@ NOT_KEPT = (
 class LoadedBlocks:
     """The KV blocks of a question.
 
-    blocks, handles, origins: in the chunks' order; an origin is a tier's name, or "computed"
+    blocks, handles, origins: one for each chunk, in the chunks' order; an origin is a tier's name, or "computed"
     load_s, encode_s: seconds spent waiting for tiers, and computing; if both went on at once, waiting counts only while
                       nothing was computed
     encoded_tokens:   tokens of the blocks that were computed
@@ -124,13 +124,14 @@ class BlockLoader:
     ) -> LoadedBlocks:
         """Load or compute a block for each chunk. Blocks that no tier holds are computed from the chunk's ids and kept.
 
-        passing: the encoder is not the store's own (another prefix): blocks that it computes are kept in memory only
+        passing: the encoder is not the store's own but has another prefix, or leaves out neighbours: blocks that it
+                 computes are kept in memory only
         ahead:   reads that were begun while retrieval still ranked
 
         A block's key is derived from everything that the block depends on. A block made under another model, recipe or
         prefix is therefore not found here, even if the document store names it (law 8).
 
-        Raises CancelledError and TimedOutError within `limits.limited`.
+        Raises CancelledError and TimedOutError within `deadline.limited`, and StoreError.
         """
         whole = encoder.with_neighbours([chunk.whole for chunk in chunks])
         handles = [encoder.key_of(chunk) for chunk in whole]
@@ -158,13 +159,13 @@ class BlockLoader:
         )
 
     def load_chain(self, parts: Sequence[tuple[str, int]]) -> list[KVBlock]:
-        """Load the first of a chain of consecutive blocks that belong to no document.
+        """Load the first blocks of a chain of consecutive blocks that belong to no document, and return them in order.
 
         Loading stops at the first block that is not stored, or earlier if computing the rest is faster.
 
         parts: key of each block, and the number of its tokens that are needed
 
-        Raises CancelledError and TimedOutError within `limits.limited`, and StoreError.
+        Raises CancelledError and TimedOutError within `deadline.limited`, and StoreError.
         """
         kv = self.kv.foreign
         if kv is None or self.policy == NEVER:
@@ -248,8 +249,9 @@ def _part(chunk: Chunk, block: KVBlock) -> KVBlock:
 
 
 class Prefetch:
-    """Reads that a question begins while retrieval still ranks (RAGCache's speculative step). Close it when the
-    question has its blocks, or was cancelled.
+    """Reads that a question begins while retrieval still ranks (the speculative step of the paper RAGCache).
+
+    Close it when the question has its blocks, or was cancelled.
 
     The reads are few and short: at most `speculative_bytes` over all questions, and only blocks that are expected to
     arrive within AHEAD_S. A slow tier is not read speculatively.
@@ -326,7 +328,7 @@ class _Question:
             return
         slow = {handle: chunk for handle, chunk in self.chunks.items() if handle not in self.read}
         self._stored = self._kv.lookup(slow)
-        # Blocks that no tier has, or had at the lookup.
+        # Blocks that no tier had at the lookup, or that a read did not find.
         self._absent = slow.keys() - self._stored.keys() - begun.keys()
         sizes = {handle: BlockSize(len(chunk.token_ids)) for handle, chunk in slow.items()}
         for handle, (tier, num_bytes) in () if self._loader.policy == NEVER else self._stored.items():
@@ -407,9 +409,12 @@ class _Question:
         return loaded
 
     def _compute(self, batch: Sequence[str], started: float) -> None:
-        """Compute blocks, keep them, and learn how long it took to make blocks as they would have been read.
+        """Compute the blocks of a batch, keep them, and record the time that this took, which later choices go by.
 
-        That time includes the codec's encoding but not the write to disk.
+        The time includes the codec's encoding of blocks that were computed although a tier has them, but not the write
+        of other blocks to disk.
+
+        started: when the batch began, by `time.perf_counter`
         """
         chunks = [self.chunks[handle] for handle in batch]
         made = self._encoder.encode([chunk.token_ids for chunk in chunks], [chunk.neighbours for chunk in chunks])

@@ -1,4 +1,4 @@
-"""A question, from its prompt to the last token of its answer."""
+"""The engine that runs the model in this process: from a request to the last token of its answer."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class LocalEngine:
     def of(self, salt: str) -> LocalEngine:
         """Return the engine for another salt.
 
-        Model, memory and budgets are shared, and neither finds KV of the other.
+        The two engines share the model, its memory and all budgets, but neither finds KV of the other.
         """
         prefixes, estimate = self.prefixes.of(salt), PrefillEstimate()
         lookup = self.lookup.of(salt, prefixes, estimate.add)
@@ -138,9 +138,10 @@ class LocalEngine:
         return self.lm.scheduler.stats()
 
     def _need(self, request: Request) -> MemoryNeed:
-        """Return the memory for the prompt, the method's added tokens and the answer as far as its length is limited.
+        """Return the memory of a question's KV: the prompt, the tokens that the method adds, and the answer.
 
-        The second size is for the suffix and the answer alone, if the passages are shared.
+        The first size is for all of these. The second is for suffix and answer alone, if another question has placed
+        the passages. For an answer of unlimited length, both are for its beginning, and state the rest as `more_bytes`.
         """
         read, options = request.plan.layout.num_tokens, request.options
         room, most = self.prompts.room_at_first(read, options), self._most(read, options)
@@ -153,7 +154,7 @@ class LocalEngine:
         return MemoryNeed(whole, own)
 
     def _most(self, read: int, options: RequestOptions) -> int:
-        """Return the tokens of the longest answer.
+        """Return the tokens of the longest possible answer to a prompt of `read` tokens.
 
         An answer of unlimited length may grow into half of the memory of all answers, unless the context is full
         before. The other half is kept for answers that begin.
@@ -173,7 +174,10 @@ class LocalEngine:
             thoughts = partial(ThoughtLimit, options.thinking, self.lm.tokenizer, options.thinking_budget, is_open)
 
         def more() -> int:
-            """Make room for half as many tokens again as the cache holds, within `most`; return how many."""
+            """Make room for half as many tokens as the cache holds, but at least ANSWER_TOKENS; return how many.
+
+            The room stays within `most`.
+            """
             used = cache.own_tokens
             capacity = min(max(ANSWER_TOKENS, used // 2), read + most - used)
             shared.grow(kv_bytes(self.lm, used + capacity), request.limit)

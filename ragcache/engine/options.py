@@ -68,12 +68,14 @@ class StoreConfig(Config):
                   store was created. A new, empty store of a model that was not trained for reuse then gets 2, and a
                   primer
     neighbours_from: "similarity": the nearest chunks; "document": the preceding chunks of its document; None: as the
-                     store was created, similarity for a new store
+                     store was created, for a new store similarity (document if `is_shared`)
     kv:           default for the `kv` of `ingest`, see `Ingestor.ingest`
     learn:        "second": text of a prompt that an earlier prompt had elsewhere is kept in the foreign cache; "first":
                   at once; "off": never
     measure_s:    seconds to measure at the first opening with a model; later openings measure the disk alone, in a
                   third of that time; 0 measures nothing
+    is_shared:    whether callers with different API keys use the store. Chunks of a new store then get neighbours from
+                  their own document, so that no key's documents change the answers to another key's questions
     """
 
     database: Annotated[
@@ -186,8 +188,8 @@ class RetrieveOptions(TypedDict, total=False):
     score_threshold: leave out chunks with a lower inner product
     mmr_lambda:      choose for variety too (maximal marginal relevance): 1 is the plain ranking, 0 variety alone
     fetch_k:         how many candidates mmr_lambda or the reranker chooses from; 5 * k when None
-    rerank:          let the reranker that the store was opened with choose and order them; None: if there is a reranker
-                     and mmr_lambda is None
+    rerank:          let the reranker that the store was opened with choose and order the passages; None: if the store
+                     has a reranker and mmr_lambda is None
     """
 
     search: Search
@@ -211,9 +213,10 @@ class GenerationOptions(TypedDict, total=False):
     order:          of the passages: "relevance", or "shared": as `full` finds most of them in the prefix tree (no
                     effect on methods that read blocks)
     hint:           with "shared": a line before the question says which passages are the most relevant
-    reasoning_effort: how much a model thinks before it answers: "none" to "xhigh"; None: as its chat template says
-    enable_thinking: False: it answers at once; True: it thinks. For templates that know the word, such as Qwen3's
-    thinking_budget: tokens after which its thoughts are ended, and it answers
+    reasoning_effort: how much the model thinks before it answers: "none" to "xhigh"; None: as its chat template says
+    enable_thinking: whether the model thinks before it answers, for chat templates with this variable, such as Qwen3's;
+                     None: as the chat template says
+    thinking_budget: tokens after which the model's thoughts are ended and it has to answer; None: any number
     chat_template_kwargs: further variables of the chat template. A raw prompt ignores these last four
     """
 
@@ -265,8 +268,8 @@ class ChatOptions(RetrieveOptions, GenerationOptions, total=False):
               Passages that the conversation has read are not read again; while it does not fit the model, the oldest
               passages are dropped
     drop_turns: leave out the oldest messages, each question with its answers, if the conversation does not fit the
-                model (`Answer.dropped_turns` says how many); system messages and the last question stay. False:
-                ContextTooLongError
+                model (`Answer.dropped_turns` says how many); system messages and the last question stay. False: such a
+                conversation raises ContextTooLongError
     system:   as for `AskOptions`, if no message is a system message
     tools:    functions that the model may call, as OpenAI's API and chat templates take them: {"type": "function",
               "function": {"name": ..., "description": ..., "parameters": a JSON schema}}
@@ -275,8 +278,9 @@ class ChatOptions(RetrieveOptions, GenerationOptions, total=False):
     parallel_tool_calls: False: at most one call
     tool_format: how the model writes calls, a name in `ragcache.models.tool_calls.FORMATS`; None: as its chat template
                  says
-    pins: up to where the prompt's KV is kept from eviction, in memory, within half of the prefix tree's budget;
-          `Usage.pinned_tokens` says how much. Passages that are retrieved end it; an engine elsewhere pins nothing
+    pins: places up to which the prompt's KV is kept from eviction in memory, within half of the prefix tree's budget;
+          `Usage.pinned_tokens` says how many tokens are kept. Retrieved passages, and everything after them, cannot be
+          pinned. An engine in another process pins nothing
     """
 
     passages: Sequence[Hit | Passage] | None
@@ -400,11 +404,16 @@ SAID = (
     (OPEN, "model=...", "model model_name model_id model_path llm"),
     (OPEN, "embedder=...", "embedder embedding_model embed_model embedding embeddings"),
 )
-"""A call, how an option is written there, and its names in other libraries."""
+"""For each option that other libraries name otherwise: the call that takes it here, how it is written, and those names.
+"""
 
 
 def said(name: str, known: Iterable[str]) -> str | None:
-    """Return how an option name that is not in `known` is written here, or None if it is unknown."""
+    """Return how to write an option that a caller has named `name`, or None if no call has such an option.
+
+    name: the option's name here or in another library
+    known: options of the function that was called; for any other option, the function that takes it is named, too
+    """
     from ragcache.ingest.chunker import ChunkerConfig
     from ragcache.models.sampler import Sampling
 

@@ -22,15 +22,17 @@ class OutputProcessor:
     """An answer in progress.
 
     ids:         its tokens
-    has_run_all: whether the last token has run; if the reader ends the answer, this depends on timing
+    has_run_all: whether the model has run the last token. If the reader ends the answer, this depends on timing
     is_cut:      whether its text ends before its tokens do, at a stop string or after the last allowed call
-    stop:        the stop string
-    scores:      log-probabilities of its tokens, if requested; may already include tokens to come
-    logprobs:    the same for its tokens, with their texts
-    sent:        how many of these are in its events
-    parser:      finds thoughts and calls in its text, if there may be any
-    calls:       those found
-    reasoning:   the thoughts, and reasoning_tokens: how many of the tokens they are
+    stop:        the stop string that ended it; "": no stop string
+    finish:      the answer's `finish_reason`
+    scores:      log-probabilities, if requested, as decoding appends them: possibly of more tokens than `ids` has
+    logprobs:    log-probabilities of the tokens in `ids`, with the tokens' texts
+    sent:        how many of `logprobs` events have carried
+    parser:      finds thoughts and calls in its text; None: the text can hold neither
+    calls:       the calls found
+    reasoning:   the thoughts found
+    reasoning_tokens: how many tokens the thoughts have
     """
 
     text: str = ""
@@ -49,13 +51,13 @@ class OutputProcessor:
 
     @property
     def turn(self) -> str:
-        """Return the answer as a turn of its conversation."""
+        """Return the answer's text and calls as a turn of its conversation; see `said`."""
         return said(self.text, self.calls)
 
     def said(self, card: ModelCard) -> list[int]:
         """Return the ids that the next turn reads as this answer.
 
-        These are its tokens if they are exactly its text, else the text's ids.
+        These are the answer's own tokens if they stand for its text and nothing else, else the ids of its text.
         """
         specials = control_tokens(card.tokenizer, special_only=True)
         if self.is_cut or self.calls or self.reasoning_tokens or not specials.keys().isdisjoint(self.ids):
@@ -89,7 +91,10 @@ class OutputProcessor:
             self.logprobs.append(token_logprob(card, before, token, self.scores[len(self.ids) - 1]))
 
     def events(self, piece: str, *, last: bool = False) -> Iterator[Event]:
-        """Yield the events of a piece of text, and add it to the answer. Log-probabilities go with the next text."""
+        """Yield the events of a piece of generated text, and add the piece to the answer.
+
+        Log-probabilities of tokens that yielded no text go with the next text. last: no text follows
+        """
         found: list[Parsed] = [piece] if piece else []
         if self.parser is not None:
             thought = self.parser.is_thinking
@@ -162,9 +167,9 @@ def write(
 
 
 def sources_of(request: Request, handles: Sequence[str], origins: Sequence[str]) -> list[Source]:
-    """Return this turn's passages, and earlier passages that are in it again.
+    """Return the sources of an answer: this turn's passages, including those that earlier turns have, too.
 
-    handles, origins: of the passages of earlier turns, then of this turn
+    handles, origins: handle and origin of the KV of each passage of earlier turns, then of each new passage
     """
     again = request.earlier_turns.history.again if request.earlier_turns is not None else ()
     hits = [*request.earlier_turns.history.hits, *request.hits] if request.earlier_turns is not None else request.hits

@@ -17,7 +17,7 @@ from ragcache.engine.why import explain_read
 
 
 class _Planned(Questions):
-    """Questions whose prompts are made, but not read."""
+    """Questions whose prompts are made, but not read: `ask` and `chat` yield the Request instead of events."""
 
     def _answers(
         self, prepare: Callable[[Clock], Request], ahead: Prefetch | None, *, learns: bool = True
@@ -34,7 +34,7 @@ def explain(
 ) -> list[Reason]:
     """Return a reason for each passage of the prompt, then for each stored passage that its text nearly holds.
 
-    finder: of the store's questions, whose index of passages is read instead of built again
+    finder: the finder of the store's own questions, so that its index of passages is not built again
 
     Raises the errors of `RagCache.ask` and `RagCache.chat`.
     """

@@ -185,7 +185,10 @@ class Precompute:
         return Chunk("", "", 0, text, ids, {}, NOT_STORED, None, 0.0, "", "")
 
     def _there(self, by_key: dict[str, Chunk], *, listed: bool) -> set[str]:
-        """Return the keys whose KV is kept, with the store's documents or here. listed: also add these to the list"""
+        """Return the keys whose KV is stored, either with the store's documents or in the foreign store.
+
+        listed: also add those in the foreign store to its list of passages
+        """
         own = self._parts.store.documents.referenced(by_key)
         own = set(self._kv.lookup(own, "durable"))
         here = {key: stored.num_bytes for key, stored in self._blocks.lookup(by_key.keys() - own).items()}
@@ -208,7 +211,7 @@ class Precompute:
                 report.tokens += chunk.num_tokens
 
     def _remove(self, handles: Iterable[str], report: PrecomputeReport) -> None:
-        """Remove KV from every tier, and pieces learnt from prompts that quote it; a document keeps its own."""
+        """Remove KV from every tier, and pieces learnt from prompts that quote its text. Documents keep their KV."""
         gone = list(dict.fromkeys(handles))
         gone += self._list.unlearn((self._learnt, ids) for ids in self._list.token_ids(gone)) if gone else []
         gone = list(dict.fromkeys(gone))
@@ -224,7 +227,7 @@ class Precompute:
             report.forgotten += gone
 
     def _weigh(self, report: PrecomputeReport, *, warns: bool) -> None:
-        """Report the size of the KV and the evictions. warns: whether any KV was evicted meanwhile"""
+        """Add the size of the KV and the evictions to the report. warns: whether any KV was evicted during the run"""
         for key in report.forgotten:
             self._sizes.pop(key, None)
         there = self._blocks.lookup(self._sizes)

@@ -58,7 +58,7 @@ class Prompts:
     _read_counts: ReadCounts = field(default_factory=lambda: ReadCounts())
 
     def of(self, block_keys: BlockKeys, known: Known | None = None) -> Prompts:
-        """Return the same for blocks of another salt, without counts of the passages that others have read."""
+        """Return prompts for blocks of another salt, which start without counts of the passages that were read."""
         return replace(self, block_keys=block_keys, _known=known or self._known, _read_counts=ReadCounts())
 
     def check(self, method: FusionMethod) -> None:
@@ -358,7 +358,10 @@ def _takes_order(ends: PromptEnds, options: RequestOptions) -> bool:
 
 
 def _fitting(labels: Sequence[int], chunks: Sequence[int], room: int, added: AddedTokens) -> int:
-    """Return how many of the best passages fit, with the tokens that the method adds. labels, chunks: their tokens"""
+    """Return how many of the best passages fit into `room` tokens, with the tokens that the method adds.
+
+    labels, chunks: number of tokens of each passage's label and of each passage
+    """
     count = len(chunks) if added.max_chunks is None else min(len(chunks), added.max_chunks)
     while count and sum(labels[:count]) + sum(chunks[:count]) + added.num_tokens(chunks[:count]) > room:
         count -= 1

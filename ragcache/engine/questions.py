@@ -254,7 +254,7 @@ class Questions:
     def _with_found(
         self, written: Written, hits: list[Hit], options: RequestOptions
     ) -> tuple[PromptEnds, Sequence[Hit], RequestOptions]:
-        """Return the prompt around `hits` and the stored passages that its text quotes, with its options.
+        """Return the prompt's text and passages, after finding stored passages in its text, and its options.
 
         The prompt's ids are the same whichever passages are found. Raises the errors of `Prompts.prompt`.
         """
@@ -310,7 +310,8 @@ class Questions:
     def _hits(self, passages: Sequence[Given]) -> list[Hit]:
         """Return every passage as a hit, in order. Raises the errors of `find_passages`.
 
-        In a store with neighbours a stored passage's KV is named by them, too, which a text alone does not tell.
+        In a store with neighbours, the key of a stored passage's KV also depends on its neighbours. The caller's text
+        does not tell which they are, so the store's own passage is returned.
         """
         hits = find_passages(passages, self._parts.store.documents, self._parts.whole)
         return [self.finder.stored(hit) for hit in hits] if self._parts.block_keys.recipe.neighbours else hits
@@ -428,7 +429,7 @@ class Questions:
             return 0
 
     def _explained(self, done: Done, request: Request, last: int) -> Done:
-        """Return the answer with what `Answer.explain` calls."""
+        """Return the event with the function that `Answer.explain` calls. last: see `_last_listed`"""
         choice, hits = request.options.choice, done.answer.hits
         reasons = partial(_explain, self._parts, request.prompt, choice, hits, last)
         return Done(replace(done.answer, reasons=reasons))
@@ -443,7 +444,7 @@ def _explain(
 
 
 def _learner(parts: Components) -> Learner | None:
-    """Return what learns passages from prompts; None if learning is off, or learnt KV could not be kept."""
+    """Return the learner of passages from prompts, or None if learning is off or learnt KV could not be kept."""
     kv, keys = parts.store.kv, parts.block_keys
     if parts.config.learn == "off" or kv.foreign is None or kv.read_only or not isinstance(keys, ModelEncoder):
         return None

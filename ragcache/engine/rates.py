@@ -86,7 +86,13 @@ class TierFigures(NamedTuple):
 
 @dataclass
 class _Burst:
-    """Reads that overlapped: all their bytes arrived in `now - since` seconds, whichever read they belong to."""
+    """Reads that overlapped, which are measured together: the tier moved all their bytes since the burst began.
+
+    since:     when the burst began, on the clock of `TierRate`
+    depth:     the most reads in progress at a time
+    files:     reads that have ended
+    num_bytes: bytes that these have moved
+    """
 
     since: float
     depth: int = 0
@@ -145,7 +151,7 @@ class TierRate:
             return self._next
 
     def end(self, number: int, *, moved: bool) -> None:
-        """Record that a read ended. moved: whether the tier provided the block; if not, nothing is learnt"""
+        """Record that a read ended. moved: whether the tier provided the block; if not, the read is not measured"""
         with self._lock:
             size, burst = self._reading.pop(number), self._burst
             if burst is None:
@@ -177,7 +183,7 @@ class TierRate:
 
 
 class ComputeRate:
-    """Time of `encode`: a prefill's time, with a correction learnt from real computations. Thread-safe."""
+    """Time that the encoder takes for a batch: a prefill's time, corrected by real computations. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -194,7 +200,7 @@ class ComputeRate:
             self._prefill, self._correction = prefill, Smoothed(1.0)
 
     def add(self, lengths: Sequence[int], seconds: float) -> None:
-        """Learn from a batch."""
+        """Learn from a batch of chunks. lengths: their tokens; seconds: how long the batch took"""
         with self._lock:
             if self._prefill is None:
                 self.set(PrefillRate(seconds / max(1, len(lengths) * max(lengths)), 0.0))
@@ -299,7 +305,9 @@ def _positive(value: Any) -> float:
 class Rates:
     """Estimated rates for a store and a model. Thread-safe.
 
-    compute: of the model's batches; decode_bytes_s: as in `RateFigures`
+    compute: the rate of the model's batches
+    decode_bytes_s: as in `RateFigures`
+    clock: returns the time in seconds; replaced in tests
     """
 
     def __init__(self, clock: Clock = time.perf_counter) -> None:

@@ -17,9 +17,9 @@ from ragcache.store.directory import StoreLayout
 
 @dataclass(frozen=True)
 class ReencryptReport:
-    """What was sealed anew.
+    """Result of `reencrypt`.
 
-    blocks:    how many were written again
+    blocks:    how many blocks were written again
     dropped:   blocks that no key of the store opens; they are computed again on first use
     key:       public id of the key that seals now
     encrypted: whether blocks and index are encrypted
@@ -41,8 +41,9 @@ def reencrypt(path: str | Path, config: StoreConfig, *, lost: bool = False, time
     and running this again finishes it. Other processes that have the store open read the file again by themselves.
 
     Args:
-        config: how the store is opened; `encrypt` switches encryption, None leaves it
+        config: how the store is opened; its `encrypt` switches encryption, None leaves encryption as it is
         lost: the old key is lost: everything that it sealed is dropped
+        timeout_s: seconds to wait for another writer
 
     Raises StoreNotFoundError, SealError, StoreBusyError, StoreReadOnlyError, StoreFullError, ConfigError, and
     StoreUnreachableError for a remote that does not answer; then the old key stays valid.

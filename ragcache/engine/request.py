@@ -32,13 +32,16 @@ from ragcache.retrieval.retriever import Hit
 class RequestOptions:
     """How to read and answer a prompt; see `GenerationOptions`.
 
+    choice: the method that reads the prompt, and why
+    ahead: reads of blocks that begin while retrieval still ranks; None: no such reads
     tools: functions that the model may call; None: no functions
     thinking: how the model's template makes it think; None: the model does not think, or there is no template (raw
               prompt)
     thinking_budget: tokens after which its thoughts are ended
     dropped_turns: oldest messages of the conversation that were left out
     continues: whether the answer continues the text at the prompt's end
-    where: filter of the passages; neither neighbours nor pools of earlier prompts reach past it
+    where: filter of the passages; passages that it hides are no neighbours either, and KV that was kept from questions
+           under another filter is not reused
     pins: ids of the prompt up to each of its cache points, with the point's time to live
     found: whether passages were found in the caller's text, so that a later prompt may continue after them
     """

@@ -55,7 +55,7 @@ class KVEstimate(NamedTuple):
 def estimate_kv(
     inputs: Iterable[Input], lm: BlockModel, codec: str, block_tokens: int, kept: float = 1.0
 ) -> KVEstimate:
-    """Estimate the KV of these inputs. block_tokens: most tokens of a chunk; kept: as `Recipe.kept`"""
+    """Estimate the KV of these inputs. block_tokens: most tokens of a chunk; kept: see `Recipe.kept`"""
     items = list(inputs)
     files = [item.path for item in items if isinstance(item, SourceFile)]
     files += [file.path for file in find_files(item for item in items if isinstance(item, str | os.PathLike)).files]
@@ -70,7 +70,7 @@ def estimate_kv(
 
 
 def bytes_per_token(lm: BlockModel, codec: str, block_tokens: int, kept: float = 1.0) -> float:
-    """Estimate the KV of a token on disk; see `estimate_kv`."""
+    """Estimate the bytes that a token's KV takes on disk. The arguments are those of `estimate_kv`."""
     if not isinstance(lm, LanguageModel):  # another engine's states are stored unchanged
         return float(lm.kv_bytes_per_token)
     coder, itemsize = get_codec(codec), lm.dtype.itemsize
@@ -79,7 +79,7 @@ def bytes_per_token(lm: BlockModel, codec: str, block_tokens: int, kept: float =
 
 
 def _tokens_per_byte(known: Sequence[Path | Document], tokenizer: PreTrainedTokenizerBase) -> float:
-    """Estimate the rate from the beginnings of some inputs, spread evenly."""
+    """Estimate the tokens per byte of text from the beginnings of some inputs, which are spread evenly."""
     heads = [_head(item) for item in known[:: max(1, len(known) // SAMPLES)]]
     texts = [head.decode("utf-8", "ignore") for head in heads]
     sampled = sum(len(text.encode("utf-8", "ignore")) for text in texts)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # these import FAISS, which most calls do not need
 
 
 MOST_VIEWS = 256
-"""Views that are kept with what they have learnt: the last used."""
+"""How many views are kept, with their indexes and caches. Beyond that, the least recently used view is dropped."""
 
 
 class Store:
@@ -41,7 +41,7 @@ class Store:
     Create it with `Store.open`. Thread-safe; several processes may open the same store.
     """
 
-    _whole: Self | None = None  # of a view: the store that it shows, which stays open as long
+    _whole: Self | None = None  # in a view: the store that it shows; the reference keeps a shared store open
 
     def __init__(self, store: StoreParts, config: StoreConfig) -> None:
         self.store = store
@@ -58,7 +58,8 @@ class Store:
         store:  settings
         create: create the store if it does not exist
 
-        Raises StoreNotFoundError, StoreReadOnlyError, SchemaVersionError, ConfigError.
+        Raises StoreNotFoundError, StoreReadOnlyError, SchemaVersionError, SealError, DatabaseMismatchError,
+        StoreMismatchError (remote), ConfigError.
         """
         config = store or StoreConfig()
         return cls(open_store(path, config, create=create), config)
@@ -72,12 +73,14 @@ class Store:
         return [name for name in self._collections.secrets() if may(view.reads, name)]
 
     def collection(self, name: str, *, create: bool = True, public: bool = False) -> Self:
-        """Return this store as its collection `name` alone: all that is found, listed, changed and deleted through the
-        result is in it. Close this store, and not the result.
+        """Return this store reduced to the collection `name`.
+
+        Documents outside the collection are neither found nor listed, changed or deleted through the result. Close this
+        store, and not the result.
 
         create: create the collection if it does not exist
-        public: if it is created: share its KV with that of other public collections. Otherwise the KV that its
-                documents and questions leave is found only by who may read the collection
+        public: if the collection is created: share KV with other public collections. Otherwise the KV of its documents
+                and questions is reused only for callers that may read the collection
 
         Raises NoSuchCollectionError, ConfigError (name), StoreReadOnlyError.
         """
@@ -96,8 +99,11 @@ class Store:
         return deleted
 
     def as_key(self, key: Key) -> Self:
-        """Return this store as an API key sees it. Collections that it may write to are created; those that it may read
-        and that do not exist are left out."""
+        """Return this store as an API key sees it.
+
+        Collections that the key may write to are created. Collections that it may read but that do not exist are left
+        out.
+        """
         view, known = key.view, self._collections
         changed = view.writes or frozenset()
         for name in sorted(changed - {OTHERS}) if not self.config.read_only else ():
@@ -110,8 +116,8 @@ class Store:
     def seen_by(self, view: View) -> Self:
         """Return this store as a view shows it. Everything else is shared, so close this store and not the result.
 
-        KV of prompts and of passages that callers give is found by views of the same collections alone, also in times
-        and counts. Raises NoSuchCollectionError.
+        KV of prompts, and of passages that callers give, is found only through views of the same collections. Other
+        views cannot infer it from response times or counts either. Raises NoSuchCollectionError.
         """
         self._check_open()
         table = self._collections
@@ -129,7 +135,11 @@ class Store:
             return self._views[key]
 
     def _seen(self, view: View, salt: str, secret: str) -> Self:
-        """Return this store as a view shows it. salt: of the view's KV; secret: salt of the collection to add to"""
+        """Return this store as a view shows it.
+
+        salt: salt of the KV of the view's prompts and given passages
+        secret: salt of the KV of documents that are added through the view
+        """
         made = copy(self)
         made.store = self.store._replace(documents=self.store.documents.seen_by(view))
         return made

@@ -99,7 +99,8 @@ def open_foreign(
 ) -> KVStore | None:
     """Open the KV store of blocks that belong to no document, or return None if its budget is 0.
 
-    They are evicted like other blocks. It has no codec, because the store's codec has already processed its blocks.
+    Its blocks are evicted as the store's other blocks are. It keeps blocks as they are, because the store's codec has
+    already processed them.
     """
     if not config.foreign_cache:
         return None
@@ -129,10 +130,11 @@ def open_kv_to_fill(
 
 
 def _connect(documents: DocumentStore, config: StoreConfig, seal: Seal) -> Connection | None:
-    """Connect the requested remote, or the remote that the store was created with.
+    """Connect the requested remote, or the remote that the store was created with; return None without a remote.
 
-    Otherwise that remote's blocks would outlive their documents. Only stores of the same database may share a remote,
-    which records the database's id. Raises StoreMismatchError if the store's blocks are in another remote.
+    A store with a remote always connects it: otherwise the remote's blocks would outlive their documents. Only stores
+    of the same database may share a remote, which records the database's id. Raises StoreMismatchError if the store's
+    blocks are in another remote.
     """
     bound = documents.properties().get("remote")
     if config.remote is None and bound is None:

@@ -22,9 +22,12 @@ WHOLE = {"call": {"open_pattern": r"\A"}}
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Tools of a call.
+    """The tools of a request.
 
-    shown: the tools, in OpenAI's form. schema: of the JSON that the answer must be. most: calls of an answer
+    shown:  the tools, in OpenAI's form
+    format: how the model writes calls
+    schema: JSON schema that the answer must follow; None: the answer is free
+    most:   the most calls of an answer; None: any number
     """
 
     shown: tuple[Mapping[str, Any], ...]
@@ -118,7 +121,10 @@ def _template(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, A
 
 
 def _list_schema(tools: Sequence[Mapping[str, Any]], most: int | None) -> str:
-    """Return the schema of a list with at least one call."""
+    """Return the JSON schema of a list of calls, of at least one and at most `most` (None: any number).
+
+    Raises ConfigError if two tools define the same name otherwise.
+    """
     calls: list[Any] = []
     definitions: dict[str, Any] = {}
     for tool in tools:

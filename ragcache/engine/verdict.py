@@ -244,7 +244,9 @@ class Choice:
         return replace(self, method=get_method(FULL), why=why, gives_way=False)
 
     def settled(self, full: int, reuse: int) -> Choice:
-        """Choose between the method and `full` for a question, if the choice is open.
+        """Return the choice for a question: `full` if it would run no more tokens than the method, else the method.
+
+        Only an open choice (`is_open`) may be settled.
 
         Args:
             full: tokens of the prompt that `full` would run.
@@ -301,7 +303,10 @@ def _unchecked(lm: ModelCard, stored: StoredBlocks) -> Choice:
 
 
 def _standing(stored: StoredBlocks, fingerprint: str) -> Verdict | None:
-    """Return the verdict on this model over such blocks; if it is about other blocks, log a warning and return None."""
+    """Return the verdict on this model over blocks like the store's, or None if there is no such verdict.
+
+    If the model was checked over blocks with other neighbours or another primer, a warning is logged.
+    """
     verdict = load_verdict(stored.root, fingerprint) if stored.is_whole else None
     if verdict is None:
         return None
@@ -330,7 +335,7 @@ def _warn_if_unsafe(verdict: Verdict | None, method: FusionMethod) -> None:
 
 
 def warn_if_unchecked(model: str, root: Path, choice: Choice, method: str) -> bool:
-    """Warn that answers of an unchecked model rest on reused KV; return whether a warning was needed.
+    """Warn that answers rest on reused KV if neither training nor a check covers that. Return whether it warned.
 
     method: label of the method that reads a question with passages
     """

@@ -17,7 +17,7 @@ from ragcache.store.records import NOT_STORED, Chunk
 
 SHOWN_TOKENS = 6
 MOST_COMPARED = 200_000
-"""Stored passages that a prompt's text is compared with, the oldest first."""
+"""The most stored passages that a prompt's text is compared with, the oldest first."""
 Ids = NDArray[np.int64]
 
 
@@ -53,15 +53,18 @@ def _reason(parts: Components, choice: Choice, chunk: Chunk, tier: str | None, l
     owners = set() if kv.passages is None else kv.passages.owners(chunk.whole.token_ids, last)
     if parts.block_keys.owner in owners:
         return Reason(name, "evicted")
-    # Other owners are told to a view of the whole store alone, because they may be other collections.
+    # Only a view of the whole store may learn that the passage has other owners: they may be other collections.
     is_whole = parts.store.documents.view.reads is None
     return Reason(name, "another model" if owners and is_whole else "never stored")
 
 
 def _differing(parts: Components, row: Ids, read: set[int]) -> list[Reason]:
-    """Return stored passages of which at least half of the windows occur in `row`, but not the whole passage.
+    """Return a reason "differs" for each stored passage that occurs in `row` only in part.
 
-    read: vector ids of passages that are in the prompt
+    At least half of the passage's windows of tokens have to occur there.
+
+    row:  the prompt's ids
+    read: vector ids of the prompt's own passages, which are left out
     """
     if len(row) < WINDOW:
         return []
@@ -89,9 +92,11 @@ def _differing(parts: Components, row: Ids, read: set[int]) -> list[Reason]:
 
 
 def _first_difference(own: Ids, row: Ids, shift: int, first: int) -> int | None:
-    """Return the number of the passage's first token that is another in the prompt; None if all are there.
+    """Return the number of the passage's first token that differs in the prompt, or None if all tokens are there.
 
-    shift: where the passage begins in the prompt, by the window at `first`, which both have
+    own:   the passage's ids
+    row:   the prompt's ids
+    shift: where the passage would begin in the prompt, so that its window at `first`, which both have, lies there
     """
     for place in range(first):
         if place + shift < 0 or row[place + shift] != own[place]:
@@ -101,7 +106,7 @@ def _first_difference(own: Ids, row: Ids, shift: int, first: int) -> int | None:
 
 
 def _stored(parts: Components) -> Iterator[tuple[int | None, Ids]]:
-    """Yield the token ids of stored passages, at most MOST_COMPARED; without a number: of no document."""
+    """Yield vector id and token ids of stored passages, at most MOST_COMPARED; None as the id: of no document."""
     left = MOST_COMPARED
     for batch in parts.store.documents.token_ids():
         for vector_id, ids in batch[:left]:

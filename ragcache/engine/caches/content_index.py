@@ -2,9 +2,9 @@
 
 A passage is known by three numbers: the hash of one window of its tokens (its anchor), the window's offset in the
 passage, and the hash of all its tokens but the outermost. A prompt's hashes at every position come from one prefix sum,
-so that any number of passages are searched for at once. Candidates are then compared token by token: a passage is found
-where its own ids occur, whatever text surrounds them (law 15). A tokenizer may merge a passage's first and last
-characters with their neighbours, so up to EDGE tokens at either end may differ; they run with the prompt.
+so that any number of passages are searched for at once. `PassageFinder` then compares the candidates token by token: a
+passage is found where its own ids occur, whatever text surrounds them (law 15). A tokenizer may merge a passage's first
+and last characters with their neighbours, so up to EDGE tokens at either end may differ; they run with the prompt.
 
 Token ids are used because a passage found by its characters would have to be verified in tokens anyway.
 """
@@ -37,7 +37,10 @@ Ids = NDArray[np.int64]
 
 
 class Found(NamedTuple):
-    """A passage whose inner tokens probably occupy [start, end) of a prompt; name: of the passage"""
+    """A passage whose inner tokens probably occupy the tokens [start, end) of a prompt.
+
+    name: the number under which the passage was added
+    """
 
     start: int
     end: int
@@ -45,9 +48,10 @@ class Found(NamedTuple):
 
 
 class ContentIndex:
-    """Passages by name, found in rows of token ids. 32 bytes per passage, no text and no ids. Thread-safe.
+    """An index that finds passages in rows of token ids. Thread-safe.
 
-    A passage of fewer than WINDOW tokens is left out: computing it costs less than a search.
+    It takes 32 bytes per passage and holds neither text nor token ids. A passage of fewer than WINDOW tokens is left
+    out: computing it costs less than a search.
     """
 
     def __init__(self) -> None:
@@ -62,7 +66,10 @@ class ContentIndex:
             return sum(len(rows.names) for rows in (self._rows, *self._new))
 
     def add(self, passages: Iterable[tuple[int, Sequence[int] | NDArray[np.integer[Any]]]]) -> None:
-        """Add passages, each a name and token ids. A name added twice is found once."""
+        """Add passages, each a name (its vector id or its number in the list of foreign passages) and its token ids.
+
+        A passage that is added twice is found once.
+        """
         batch: list[tuple[int, Ids]] = []
         for name, ids in passages:
             if len(ids) >= WINDOW:
@@ -170,7 +177,14 @@ class ContentIndex:
 
 
 class _Rows(NamedTuple):
-    """Columns of the index. anchors: rising; offsets: of the anchor's window; lengths: of the tokens hashed in cores"""
+    """Columns of the index, with a row for each passage.
+
+    anchors: hash of the passage's anchor window, by which the rows are sorted
+    cores:   hash of the passage's inner tokens: all but the outermost
+    offsets: position of the anchor window within the inner tokens
+    lengths: number of inner tokens
+    names:   the passage's name
+    """
 
     anchors: Hashes
     cores: Hashes
@@ -197,7 +211,11 @@ def _least(hashes: Hashes, starts: Ids, stops: Ids) -> Ids:
 
 
 def _pairs(anchors: Hashes, hashes: Hashes, at: Ids) -> tuple[Ids, Ids]:
-    """Return each place paired with each row that has its hash, at most MOST_PAIRS pairs."""
+    """Return a place and a row number for each pair of equal hashes, at most MOST_PAIRS pairs.
+
+    anchors: hashes of the rows, rising
+    hashes:  hashes of the windows at the places `at`
+    """
     left, right = (np.searchsorted(anchors, hashes, side) for side in ("left", "right"))
     counts = right - left
     within = np.cumsum(counts) <= MOST_PAIRS
@@ -207,7 +225,10 @@ def _pairs(anchors: Hashes, hashes: Hashes, at: Ids) -> tuple[Ids, Ids]:
 
 
 class _Powers:
-    """Polynomial hashes modulo 2**64: the sum of (value of ids[i + k]) * BASE**k. Powers are kept for longer rows."""
+    """Polynomial hashes of ids[i : i + n] modulo 2**64: the sum over k < n of (value of ids[i + k]) * BASE**k.
+
+    The powers of BASE and of its inverse are kept, and computed further when a longer row comes.
+    """
 
     def __init__(self) -> None:
         self._up = np.ones(1, np.uint64)
@@ -223,7 +244,10 @@ class _Powers:
         return sums
 
     def hashes(self, sums: Hashes, starts: Ids, lengths: Ids | int) -> Hashes:
-        """Return the hashes of the tokens [start, start + length)."""
+        """Return the hash of the tokens [start, start + length) for each start: uint64 [number of starts].
+
+        sums: the row's prefix sums, from `sums`
+        """
         found = (sums[starts + lengths] - sums[starts]) * self._down[starts]
         return np.asarray(found ^ (found >> np.uint64(29)))
 

@@ -10,9 +10,12 @@ from ragcache.store.documents import DocumentStore
 
 @dataclass(eq=False)
 class Seen:
-    """The documents as this process last saw them. number: their generation
+    """A state of the documents, as this process saw it. Two states are compared with `is`.
 
     KV that was computed under an earlier state may depend on a document that was deleted since.
+
+    number: the documents' generation. Two states may have the same number: forgetting passages that belong to no
+            document begins a new state without a new generation
     """
 
     number: int

@@ -1,8 +1,9 @@
-"""Learns passages from prompts: text that a second prompt has is kept as a block of the foreign cache.
+"""Learns passages from prompts: text that occurs in a second prompt is kept as a block of the foreign cache.
 
-Text in which no stored passage was found is cut into units of a few lines or sentences, wherever it begins. Of units
-that were seen once, only hashes are kept, in a table of constant size. Neighbouring units that earlier prompts had
-elsewhere, next to each other, form a piece. Pieces are found and read as every foreign passage is.
+A prompt's text outside its passages is cut into units of a few lines or sentences. The cuts do not depend on where the
+text begins. Only hashes are kept of units that were seen once, in a table of constant size. Units that are adjacent
+both in this prompt and in an earlier prompt, where they came after other tokens, form a piece. Pieces are found and
+read like every foreign passage.
 """
 
 from __future__ import annotations
@@ -33,17 +34,20 @@ from ragcache.store.records import NOT_STORED, Chunk
 from ragcache.store.warn_once import WarnOnce
 
 log = logging.getLogger(__name__)
-# Lengths of a piece. A shorter paragraph goes with the next, and where it ends a passage, the next is then another one:
-# so the bound is low, but fewer tokens are computed faster than a block is read.
+# Lengths of a piece in tokens. A shorter paragraph is joined with the next paragraph. If the short paragraph ends a
+# passage, the next paragraph belongs to another passage, and both together may never recur: so the lower bound is low.
+# It is not lower, because fewer tokens are computed faster than a block is read.
 LEAST_TOKENS, MOST_TOKENS = 16, 512
-# Lengths of a unit. A line or sentence that is shorter goes with the next; a longer one is cut by a rolling hash.
+# Lengths of a unit in tokens. A line or sentence of fewer than LEAST_UNIT is joined with the next; a line of more than
+# LONG_UNIT is cut where a rolling hash says; no unit has more than MOST_UNIT.
 LEAST_UNIT, LONG_UNIT, MOST_UNIT = 16, 64, 128
-# Mean distance of the rolling hash's cuts.
+# Mean distance of the rolling hash's cuts, in tokens.
 _SPACING = 32
 _MOST_WAITING = 64
-# An answer in progress is waited for so long before each piece, so that under constant load some are still learnt.
+# Before each piece the learning thread waits at most this long for answers in progress, so that it learns some pieces
+# even if there is always an answer in progress.
 _WAIT_S = 1.0
-# Closing a store waits so long for what is to be learnt.
+# Closing a store waits at most this long until the waiting prompts have been learnt.
 _CLOSE_S = 10.0
 _SLOTS = 1 << 17
 # Text that front ends put around and between passages. No piece reaches across it.
@@ -63,7 +67,9 @@ class Unit(NamedTuple):
     """Tokens [start, end) of a text.
 
     name:     hash of its text, and of its tokens that do not depend on the text beside it
-    is_apart: whether a tag or a control token comes before it; is_first: whether a blank line does
+    is_apart: whether no piece may reach across its beginning: it begins the text, or a tag or a control token
+              begins or ends there
+    is_first: whether a blank line comes before it
     """
 
     start: int
@@ -76,7 +82,8 @@ class Unit(NamedTuple):
 class Learner:
     """Keeps pieces of prompts as foreign passages. Thread-safe; `close` it before the store.
 
-    view:    of the documents, by which pieces are deleted
+    view:    the view through which the prompts are asked; when text of one of its collections is deleted, pieces that
+             quote the text are deleted
     own_ids: tokens that the store's own prompts begin with, which are not learnt
     always:  learn a piece at first sight, not at the second
     """
@@ -94,14 +101,17 @@ class Learner:
         self._complaints = WarnOnce(log)
 
     def of(self, encoder: ModelEncoder, view: View) -> Self:
-        """Return this learner for a view of the store: what it sees and keeps is found by that view alone."""
+        """Return a learner for another view of the store, which shares this learner's thread and table of hashes.
+
+        Text that it has seen and pieces that it keeps are found through that view alone.
+        """
         learner = copy(self)
         learner._encoder, learner._view = encoder, view
         return learner
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Have the learning thread wait while an answer is in progress."""
+        """Have the learning thread wait while the `with` block runs, for _WAIT_S at most before each piece."""
         answer = object()
         with self._idle:
             self._answers.add(answer)
@@ -113,7 +123,7 @@ class Learner:
                 self._idle.notify_all()
 
     def see(self, prompt: Prompt) -> None:
-        """Learn from a prompt that was answered, later and in another thread. If too many wait, ignore it."""
+        """Queue a prompt that was answered, to learn from it in another thread. Ignore it if too many prompts wait."""
         try:
             deletions = 0 if self._kv.passages is None else self._kv.passages.deletions(self._names)
         except StoreError as error:
@@ -126,7 +136,7 @@ class Learner:
         self._worker.wait()
 
     def close(self) -> None:
-        """Learn what waits, as far as there is time. May be called twice."""
+        """Learn from the prompts that wait, for _CLOSE_S at most, and end the thread. May be called twice."""
         self._worker.wait(_CLOSE_S)
         self._closing.set()
         self._worker.close(cancel=True)
@@ -151,10 +161,14 @@ class Learner:
             self._complaints.failed("passages are not learnt from prompts", error)
 
     def _repeated(self, prompt: Prompt, deletions: int) -> list[list[int]]:
-        """Return the pieces to keep: those that earlier prompts had elsewhere, and all of a prompt that is repeated.
+        """Return the token ids of the pieces to keep, and record the prompt's units as seen.
 
-        A unit that comes again after the same tokens was not said a second time: a conversation sends all that was
-        said before with each turn. After a deletion everything counts as unseen.
+        A piece is kept if earlier prompts had its units after other tokens. If the whole prompt was seen before, all of
+        its pieces are kept, except its question. A unit that recurs after the same tokens does not count as seen
+        before, because each turn of a conversation sends the earlier turns again.
+
+        deletions: number of deletions when the prompt had been answered. It is part of every hash, so that after a
+                   deletion everything counts as unseen
         """
         salt = f"{self._encoder.owner}:{deletions}".encode()
         skipped = common_length(np.asarray(prompt.prefix_ids, np.int64), self._own_ids)
@@ -189,7 +203,11 @@ class Learner:
         return [list(piece) for piece in pieces]
 
     def _noted(self, name: int) -> int | None:
-        """Return what was noted with the name, or None if it was not seen, or was overwritten since."""
+        """Return the place recorded with the name of a unit, of two adjacent units or of a whole prompt.
+
+        A place is a hash of all tokens up to the unit's end; 0 for a whole prompt. Returns None if the name was not
+        recorded, or was overwritten since.
+        """
         known, noted = self._sights[name % _SLOTS].tolist()
         return noted if known == name else None
 
@@ -212,9 +230,9 @@ class Learner:
                     blocks.delete(key)
 
     def cut(self, ids: Sequence[int]) -> list[Unit]:
-        """Return the units of a text, from left to right.
+        """Return the units of a text, given as token ids, from left to right.
 
-        Where a text is cut depends only on the lines and sentences around the place.
+        Whether the text is cut at a place depends only on the lines and sentences around the place.
         """
         for new in set(ids) - self._texts.keys():
             self._texts[new] = str(self._tokenizer.decode([*self._before, new]))[1:]
@@ -247,10 +265,12 @@ class Learner:
 
 
 def _pieces(units: Sequence[Unit], known: Sequence[bool], joined: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of tokens to keep: whole paragraphs if possible, a very short paragraph with the next.
+    """Yield the start and end of each range of tokens to keep: whole paragraphs if possible.
 
-    known:  for each unit, whether it was seen
-    joined: for each unit but the first, whether it was seen after the unit before it
+    A paragraph of fewer than LEAST_TOKENS is joined with the next paragraph.
+
+    known:  for each unit, whether it was seen before
+    joined: for each unit but the first, whether it was seen before after the preceding unit
     """
     start = end = 0
     for unit, is_known, is_joined in zip(units, known, [False, *joined], strict=False):
@@ -265,9 +285,10 @@ def _pieces(units: Sequence[Unit], known: Sequence[bool], joined: Sequence[bool]
 
 
 def _asking(units: Sequence[Unit]) -> list[bool]:
-    """Return which units of a prompt's last text are probably its question: those of the last LEAST_UNIT tokens.
+    """Return for each unit of a prompt's last text whether it is probably part of the question.
 
-    A question after a single line break is in the piece of the passage before it, unless two prompts differ there.
+    These are the units of the last paragraph that reach into the last LEAST_UNIT tokens. The beginning of a longer
+    question is learnt, together with the passage before it if only a single line break separates them.
     """
     last = max((unit.start for unit in units if unit.is_apart or unit.is_first), default=0)
     least = max((unit.end for unit in units), default=0) - LEAST_UNIT

@@ -1,4 +1,4 @@
-"""Finds passages that come as plain text by their tokens, so that they can be read from their KV."""
+"""Finds stored passages that a prompt holds as plain text, by their tokens, so that their KV can be reused."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ from ragcache.store.foreign import FoundPassage, PassageList
 from ragcache.store.records import NOT_STORED, Chunk
 
 log = logging.getLogger(__name__)
-# Least characters of all passages found in a text, because a question may well quote a line.
+# Passages found in a text are ignored if together they have fewer characters: a question may well quote a line.
 LEAST_CHARACTERS = 100
 # An index of fewer passages is rebuilt too fast to be worth a file.
 SAVED_FROM = 1000
 
 
 class Run(NamedTuple):
-    """A passage's tokens, possibly without the outermost, in a row of tokens from `start` on; chunk: of those
-    tokens."""
+    """A passage that was found in a row of tokens.
+
+    start: position of its first found token in the row
+    chunk: the passage, cut to the found tokens if some of its outermost tokens differ
+    """
 
     start: int
     chunk: Chunk
@@ -46,12 +49,13 @@ class PassageFinder:
     """Finds the passages of a view in prompts. Thread-safe.
 
     Its index is built at the first search and follows the documents. Passages are read from the documents, so that a
-    deleted passage is never found. A view has an index of its own, because a search that met others' passages would
-    take longer and so tell of them.
+    deleted passage is never found. Each view has its own index, because a search that met passages of other views would
+    take longer and so reveal that they exist.
 
-    _file:    of the index of all documents, so that a large store's passages are read once. It is written again as they
-              grow
-    _foreign: passages that belong to no document, of which those of `_owner` are found
+    _file:    file of the index of all documents, so that a large store's passages need not be indexed again at every
+              opening; written again when the number of passages has grown enough
+    _foreign: the list of passages that belong to no document; None: there is no list
+    _owner:   owner of the listed passages that may be found; see `Listed`
     """
 
     _documents: DocumentStore
@@ -73,9 +77,11 @@ class PassageFinder:
         return replace(self, _documents=documents, _owner=owner)
 
     def cut(self, ends: PromptEnds, hits: Sequence[Hit], *, parts: bool) -> tuple[PromptEnds, list[Hit]]:
-        """Return the same ids in the same order, around the given passages and the stored passages found in the text.
+        """Return the prompt's text and passages anew, after turning stored passages in its text into passages.
 
-        The text before, between and after the given passages is searched. If it holds too few, the input is returned.
+        The text before, between and after the given passages is searched. The prompt's ids and their order stay the
+        same: text between two passages becomes the second passage's label. If the found passages have fewer than
+        LEAST_CHARACTERS, the input is returned.
 
         Args:
             ends: The prompt's text.
@@ -100,9 +106,10 @@ class PassageFinder:
         return PromptEnds(first, text[start:], [(), *(label for label, _ in others)]), [hit for _, hit in found]
 
     def stored(self, hit: Hit) -> Hit:
-        """Return a given passage as the store's own passage of the same tokens, under the caller's id, if any.
+        """Return the store's own passage with the same tokens as the given passage, with the given score.
 
-        If it is the store's already, or the store has no such passage, the hit itself is returned.
+        If the caller named the given passage by an id, its id, title, source and metadata are kept. If the given
+        passage is the store's own, or the store has no such passage, `hit` is returned unchanged.
         """
         given, ids = hit.chunk, hit.chunk.token_ids
         runs = [] if given.is_stored else self._runs([*ids, *ids[-1:]])  # the last token is never part of a passage
@@ -116,7 +123,7 @@ class PassageFinder:
     def warn(self, texts: Sequence[str]) -> None:
         """Warn once that stored passages come as text although their KV could have been used.
 
-        texts: of a call, without the passages given as such
+        texts: the caller's text, without the passages given as such
         """
         if self._has_spoken or sum(map(len, texts)) < LEAST_CHARACTERS:
             return
@@ -171,7 +178,7 @@ class PassageFinder:
         return [(one, chunks[one.name]) for one in found if one.name in chunks]
 
     def _chunk(self, found: FoundPassage) -> Chunk:
-        """Return the passage under the name that its collection has for it."""
+        """Return the passage as a chunk, with the id, title, source and metadata that its collection recorded."""
         ids, name, is_learnt = found
         id, source, title = ("", "", "") if name is None else (name.id, name.source, name.title)
         metadata = {} if name is None else dict(name.metadata)
@@ -211,7 +218,10 @@ def _is_little(runs: Sequence[Run]) -> bool:
 
 
 def _run(ids: Sequence[int], found: Found, chunk: Chunk, least: int, most: int) -> Run | None:
-    """Return the passage's tokens around `found` that occur in [least, most) of the prompt; None if they differ."""
+    """Return the passage's tokens that occur around `found`, within the prompt's tokens [least, most).
+
+    Returns None if its inner tokens do not occur there.
+    """
     own = chunk.token_ids
     edge = (len(own) - (found.end - found.start)) // 2
     shift = found.start - edge

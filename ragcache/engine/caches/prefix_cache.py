@@ -91,9 +91,9 @@ class PrefixMatch:
         return next((end.states for at, end in self._ends if at == self.num_tokens), ())
 
     def copy_layer(self, layer: int, keys: Tensor, values: Tensor, first: int = 0) -> None:
-        """Write a layer's rotated keys, and values, to [num_kv_heads, num_tokens, head_dim].
+        """Copy a layer's rotated keys, and values, of the tokens from `first` on into `keys` and `values`.
 
-        The tokens from `first` on are copied, as many as there is room for.
+        keys, values: [num_kv_heads, n, head_dim]; at most n tokens are copied
         """
         end = 0
         for page, start, stop in cut(self._slices, first, min(first + keys.shape[1], self.num_tokens)):
@@ -102,7 +102,7 @@ class PrefixMatch:
             values[:, here].copy_(page.held.layer_values(layer)[:, start:stop])
 
     def block(self, start: int, stop: int) -> KVBlock:
-        """Return the rotated keys, and values, of tokens [start, stop), in host memory."""
+        """Return the rotated keys, and values, of tokens [start, stop) in all layers, copied to host memory."""
         block = empty_block(self._tree.shape, stop - start)
         for layer in range(block.num_layers):
             self.copy_layer(layer, block.layer_keys(layer), block.layer_values(layer), start)
@@ -135,6 +135,8 @@ class PrefixCache:
     least recently used leaf is evicted first, from its end and a page at a time; nodes that a request reads (a lease)
     stay, and so do their ancestors.
 
+    page_tokens: tokens of a page, the unit of storage and eviction
+
     Raises ConfigError for a budget that is negative, or above 0 and too small for a token.
     """
 
@@ -149,13 +151,14 @@ class PrefixCache:
             )
         self._page_tokens = page_tokens
         self._roots: dict[str, Node] = {}
-        # Oldest first. Every use of a node then uses its ancestors, so that a node is always older than its
-        # ancestors: the first node is a leaf.
+        # The least recently used node first. A use of a node also counts as a later use of its ancestors, so that the
+        # ancestors always come after the node, and the first node is a leaf.
         self._order: OrderedDict[Node, None] = OrderedDict()
         self._used_bytes = 0  # held and reserved
         self._counts: Counter[str] = Counter()
         self._pins: list[_Pin] = []
-        # Re-entrant: the garbage collector may close an abandoned stream, and so release its lease, while it is held.
+        # Re-entrant: while a thread holds the lock, the garbage collector may close an abandoned stream in the same
+        # thread, and so release the stream's lease.
         self._lock = threading.RLock()
 
     def match(self, namespace: str, elements: Sequence[int] | Elements, *, counted: bool = True) -> PrefixMatch:
@@ -222,9 +225,9 @@ class PrefixCache:
     def pin(self, namespace: str, elements: Sequence[int] | Elements, ttl_s: float) -> int:
         """Keep the longest held prefix of the sequence from eviction for `ttl_s` seconds; return its number of tokens.
 
-        A pin replaces those of its own beginning that end before it. All pins together take at most half of the budget:
-        beyond that, those of the namespace that pins most are released, the first to end first, so that no namespace
-        takes another's place. `drop` and `clear` remove pinned tokens, too.
+        A pin replaces earlier pins of a beginning of the same sequence, unless they last longer. All pins together take
+        at most half of the budget: beyond that, pins of the namespace that pins most are released, the first to expire
+        first, so that no namespace displaces the pins of another. `drop` and `clear` remove pinned tokens, too.
         """
         wanted = np.asarray(elements, dtype=np.int64)[: self.budget_bytes // 2 // self.token_bytes]
         until = time.monotonic() + ttl_s
@@ -268,7 +271,7 @@ class PrefixCache:
             return before - self._counts["tokens"]
 
     def owners(self) -> set[int]:
-        """Return the owners of everything that is held."""
+        """Return the owners of all elements in the tree."""
         with self._lock:
             return {one.owner for node in self._order for one in node.owned}
 
@@ -350,7 +353,7 @@ class PrefixCache:
             lease._node, lease._slices, lease._ends = None, [], []
 
     def _unpin(self, which: Iterable[bool]) -> None:
-        """Release the pins for which `which` says True."""
+        """Release some of the pins. which: for each pin, in order, whether to release it"""
         pins, ends = self._pins, list(which)
         self._pins = [one for one, over in zip(pins, ends, strict=True) if not over]
         for one, over in zip(pins, ends, strict=True):
@@ -380,7 +383,10 @@ class PrefixCache:
         return [self._page_tokens] * full + ([rest] if rest else [])
 
     def _evict(self, excess_bytes: int) -> None:
-        """Evict pages of old leaves until `excess_bytes` are free, or no evictable leaf is left."""
+        """Evict pages of the least recently used leaves until `excess_bytes` are freed, or no evictable leaf is left.
+
+        Pins that have expired are released first.
+        """
         enough = self._used_bytes - excess_bytes
         if self._pins and excess_bytes > 0:
             now = time.monotonic()
@@ -394,7 +400,7 @@ class PrefixCache:
             self._counts["evicted"] += lost
 
     def _truncate(self, node: Node, keep: int) -> None:
-        """Cut an edge after its first `keep` elements, with everything below it; with 0, remove the node."""
+        """Remove all but the first `keep` elements of a node's edge, and all nodes below; with 0, also the node."""
         below = [node.children.popitem()[1] for _ in range(len(node.children))]
         while below:
             gone = below.pop()

@@ -61,11 +61,11 @@ class Slice(NamedTuple):
 
 @dataclass(eq=False)
 class Node:
-    """An edge and the nodes below it.
+    """A node with the edge that leads to it.
 
-    elements: of the edge, int64 [n]
+    elements: the edge's elements, int64 [n]
     slices:   the elements' KV, in order
-    owned:    owners of elements, counted within the edge
+    owned:    owners of the elements; their positions count from the beginning of the edge
     leases:   number of leases that end at this node
     end:      states after the edge, if a stored sequence ends there
     """
@@ -93,14 +93,14 @@ def ends_along(path: Sequence[tuple[Node, int]]) -> list[tuple[int, End]]:
 
 
 def common_length(one: Elements | NDArray[np.int32], other: Elements | NDArray[np.int32]) -> int:
-    """Return the length of the longest common prefix."""
+    """Return the length of the longest common prefix of two rows of elements or token ids."""
     length = min(len(one), len(other))
     differing = np.flatnonzero(one[:length] != other[:length])
     return int(differing[0]) if len(differing) else length
 
 
 def cut(slices: Sequence[Slice], first: int, last: int = sys.maxsize) -> list[Slice]:
-    """Return the slices' tokens [first, last)."""
+    """Return slices of the tokens [first, last), counted from the first token of `slices`."""
     found, at = [], 0
     for page, start, stop in slices:
         begin, end = max(start, start + first - at), min(stop, start + last - at)
@@ -111,14 +111,15 @@ def cut(slices: Sequence[Slice], first: int, last: int = sys.maxsize) -> list[Sl
 
 
 def reaching(owned: Sequence[Owned], start: int, stop: int) -> list[Owned]:
-    """Clip like `clip`, but let owners that end before `start` own the first element.
+    """Clip like `clip`, but let owners of earlier elements also own the first element.
 
-    The elements' KV was computed over theirs, and the tree may list the tokens above under another owner only.
+    The KV of these elements was computed over those earlier elements. The nodes above may have been stored for another
+    prompt, and list the earlier elements under that prompt's owners alone.
     """
     return clip([Owned(one.start, max(one.stop, start + 1), one.owner) for one in owned], start, stop)
 
 
 def clip(owned: Sequence[Owned], start: int, stop: int) -> list[Owned]:
-    """Return the part in [start, stop), counted from start."""
+    """Return the owners of the elements [start, stop), with positions that count from `start`."""
     parts = (Owned(max(one.start, start) - start, min(one.stop, stop) - start, one.owner) for one in owned)
     return [part for part in parts if part.start < part.stop]

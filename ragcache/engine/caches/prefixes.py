@@ -28,7 +28,9 @@ from ragcache.store.documents import DocumentStore
 from ragcache.store.records import NOT_STORED
 
 log = logging.getLogger(__name__)
-PARTS = 1 << 28  # parts of passages that elements distinguish, above 34 bits for a token and its reading
+# Parts of passages that elements can distinguish. The part's mark is above an element's lower 34 bits, which hold a
+# token's id and how it was read (`Layout.elements`).
+PARTS = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class Path:
     parts: the whole prompt; layout: the same, laid out
     hits:  its passages, in their order, the last `asked` of which belong to this question
     seen:  the documents when the question began
-    salt:  of KV that questions under another filter must not go on from
+    salt:  a digest of the question's filter if the filter decides which KV its passages have, so that questions under
+           another filter do not continue from this KV; otherwise ""
     """
 
     parts: Sequence[Part]
@@ -54,9 +57,10 @@ class Path:
 
     @property
     def elements(self) -> list[int]:
-        """Return the layout's elements, marked at the first token of each part of a passage.
+        """Return the layout's elements, marked at the first token of each passage that is only part of a passage.
 
-        The mark says which part it is, because its KV depends on the passage's text before it.
+        The mark identifies the whole passage and the part's place in it, because the part's KV depends on the text
+        before it.
         """
         elements = self.layout.elements
         for piece, hit in self.passages:
@@ -72,9 +76,9 @@ class Path:
 class PrefixKV(NamedTuple):
     """KV of a prompt's first tokens.
 
-    exact: None for no tokens
-    created_tokens, encode_s: tokens that were run now to create it, and seconds
-    load_s: seconds of reading it from the KV store
+    exact: the KV; None for no tokens
+    created_tokens, encode_s: how many of these tokens ran for this question, and the seconds that this took
+    load_s: seconds spent reading the KV from disk
     """
 
     exact: Exact | None = None
@@ -90,12 +94,12 @@ class Prefixes:
     Running text has a single namespace: a prefix that any method read serves every other method, `full` included. KV
     that a method computed over blocks serves that method alone.
 
-    A passage is named by its vector id, which is never reused. Passages from outside the store share a name and are
-    dropped, as their blocks are, when any document changes. The same goes for text in front of the passages, except the
-    store's own prefix, because a conversation may quote any passage.
+    An owner of KV is a passage's vector id, which is never reused. Passages from outside the store share the owner
+    NOT_STORED, and KV over them is dropped when any document changes. The same holds for KV of text in front of the
+    passages, except the store's own prefix, because a conversation may quote any passage.
 
     own_ids: the store's own prefix
-    stored:  keeps running text beyond the process; None: it is not kept
+    stored:  keeps KV of running text on disk; None: it is kept in the tree alone
     """
 
     _lm: LanguageModel
@@ -108,14 +112,14 @@ class Prefixes:
     stored: StoredPrefixes | None = None
 
     def of(self, salt: str) -> Prefixes:
-        """Return the prefixes of another salt in the same tree: neither finds KV of the other."""
+        """Return the prefixes of another salt, in the same tree. Neither object finds the other's KV."""
         return replace(self, _salt=salt)
 
     @contextmanager
     def text(self, ids: Sequence[int]) -> Iterator[PrefixKV]:
-        """Yield the KV of a prompt's first text. Unknown tokens run, and their KV is kept if there is room.
+        """Yield the KV of the text that a prompt begins with.
 
-        Raises the errors of `LanguageModel.read`.
+        Tokens without KV run, and their KV is kept if there is room. Raises the errors of `LanguageModel.read`.
         """
         if not ids:
             yield PrefixKV()
@@ -133,7 +137,7 @@ class Prefixes:
 
     @contextmanager
     def exact(self, ids: Sequence[int]) -> Iterator[Exact | None]:
-        """Yield the KV of `text` without its costs."""
+        """Yield the KV that `text` yields, without the time and tokens that it cost; None for no tokens."""
         with self.text(ids) as prefix:
             yield prefix.exact
 
@@ -153,7 +157,7 @@ class Prefixes:
             yield lease, load_s
 
     def count(self, method: FusionMethod, elements: Sequence[int]) -> int:
-        """Return how many tokens of a beginning are known; changes nothing."""
+        """Return how many of the first elements have KV in the tree. Nothing is changed."""
         return self._tree.count(self._namespace(method), elements)
 
     def keep(self, method: FusionMethod, path: Path, answer_ids: Sequence[int], fused: FuseOutput) -> None:
@@ -168,9 +172,9 @@ class Prefixes:
         self._keep(self._namespace(method, path.salt), elements, fused.cache, self._owned(path, elements), path.seen)
 
     def pin(self, method: FusionMethod | None, elements: Sequence[int], ttl_s: float) -> int:
-        """Keep known KV of a prompt's first tokens from eviction; see `PrefixCache.pin`.
+        """Keep known KV of a prompt's first tokens from eviction; return the number of tokens. See `PrefixCache.pin`.
 
-        method: that computed it; None: it is of running text
+        method: the method that computed the KV; None: it is KV of running text
         """
         if not self._tree.budget_bytes:
             return 0
@@ -191,7 +195,7 @@ class Prefixes:
             self.stored.keep(namespace, elements, seen.number)
 
     def _bring(self, namespace: str, elements: Sequence[int], owned: Sequence[Owned]) -> float:
-        """Read KV that the tree lacks from disk, while the tree has room. Returns seconds."""
+        """Read KV that the tree lacks from disk into the tree, up to the tree's budget. Return the seconds it took."""
         if self.stored is None or namespace != self._text:
             return 0.0
         started, seen = time.perf_counter(), self.generation.seen
@@ -210,7 +214,12 @@ class Prefixes:
         seen: Seen,
         states: Sequence[State] = (),
     ) -> None:
-        """Insert KV into the tree. seen: when the computation began; passages deleted since then are dropped"""
+        """Insert KV into the tree; then drop KV of passages that were deleted since its computation began.
+
+        If the tree cannot take the KV, a warning is logged.
+
+        seen: the state of the documents when the computation began
+        """
         try:
             self._tree.insert(namespace, elements, read, owned, states)
         except (MemoryError, RuntimeError, LookupError) as error:  # torch raises RuntimeError if it is out of memory
@@ -219,7 +228,10 @@ class Prefixes:
         self._drop_gone(owners if changed else owners - {NOT_STORED}, changed=changed)
 
     def _owned(self, path: Path, elements: Sequence[int]) -> list[Owned]:
-        """Return the owners of the first tokens of a prompt and of its answer."""
+        """Return the owners of a prompt's tokens: its passages, and NOT_STORED for text before the first passage.
+
+        elements: elements of the prompt, with or without its answer
+        """
         before = elements[: path.owned[0].start] if path.owned else elements
         return [*self._quoting(before), *path.owned]
 
@@ -242,9 +254,10 @@ class Prefixes:
         self._tree.clear()
 
     def _drop_gone(self, owners: set[int], *, changed: bool) -> None:
-        """Drop KV of owners that are not stored. changed: whether documents changed since it was computed
+        """Drop KV of those owners that are not in the store.
 
-        A passage that is still stored may then have been encoded after a deleted neighbour.
+        changed: whether documents changed since the KV was computed. In a store with neighbours, KV of all `owners` is
+                 then dropped, because a passage that is still stored may have been encoded after a deleted neighbour
         """
         trusted = set() if changed and self._recipe.neighbours else owners
         present = {chunk.vector_id for chunk in self._documents.chunks_by_vector_ids(trusted)}

@@ -30,8 +30,8 @@ class _Context:
     is_kept:    whether it stays for later questions
     placed:     None until a question has placed it
     users:      questions that read it or will
-    left_bytes: reserved by questions that have ended
-    lent_bytes: lent by the prefix tree
+    left_bytes: bytes that questions had reserved, and left to the context when they ended
+    lent_bytes: bytes that the prefix tree has lent
     """
 
     key: Hashable | None
@@ -47,8 +47,9 @@ class _Context:
 class SharedPrefixRef:
     """One question's share of a context.
 
-    claim:       the memory that it has reserved
-    leaves_them: its first memory belongs to the context, as long as any question reads that
+    claim:       the memory that the question has reserved
+    leaves_them: whether the bytes that it reserved at first belong to the context. When the question ends, they stay
+                 reserved until no question reads the context
     """
 
     _context: _Context
@@ -61,7 +62,7 @@ class SharedPrefixRef:
         return self._admission.changed
 
     def grow(self, num_bytes: int, limit: Limit) -> None:
-        """Wait until the question's own buffers hold `num_bytes` in all.
+        """Wait until `num_bytes` in all are reserved for the question's own buffers.
 
         Raises the errors of `limit` while it waits.
         """

@@ -31,9 +31,9 @@ from ragcache.store.warn_once import WarnOnce
 
 log = logging.getLogger(__name__)
 PIECE_TOKENS = 256
-# Fewer new tokens are written with the next tokens; they are not worth a read.
+# Fewer new tokens are not worth a read. They are written together with the tokens that follow them in a later prompt.
 LEAST_TOKENS = 16
-# The same limit during a write, because a reader of the list may have to wait for it.
+# Fewer new tokens are not worth a read during a write, because the reader may have to wait until the write ends.
 _WORTH_WAITING = 64
 # Most prompts that wait to be written. Further prompts are not kept, so that the queue cannot outgrow the disk's rate.
 _MOST_WAITING = 16
@@ -62,7 +62,7 @@ class StoredKV(NamedTuple):
         Raises LookupError for tokens before these blocks.
         """
         if start < self.parts[0][0].start:
-            raise LookupError("what stands before the stored KV was dropped meanwhile")
+            raise LookupError("the prefix tree has dropped the KV of the tokens before the stored KV")
         keys, values = [], []
         for (_, first, last), block in self.parts:
             begin, end = max(start, first) - first, min(stop, last) - first
@@ -76,10 +76,10 @@ class StoredKV(NamedTuple):
 class StoredPrefixes:
     """Reads and writes prefixes on disk. Thread-safe; `close` it before the store.
 
-    Prefixes that may quote a changed document are deleted with it (law 10): names contain the documents' generation,
-    and `collect_garbage` deletes those of an earlier generation.
+    Prefixes that may quote a changed document are deleted with it (law 10): their owners contain the documents'
+    generation, and `collect_garbage` deletes the prefixes of earlier generations.
 
-    _blocks, _list: of passages that belong to no document
+    _blocks, _list: the blocks and the list of passages that belong to no document, among which prefixes are kept
     """
 
     _tree: PrefixCache
@@ -94,10 +94,11 @@ class StoredPrefixes:
         self._writing = False
 
     def load(self, namespace: str, ids: Sequence[int], known: int, generation: int) -> StoredKV | None:
-        """Return the stored KV of the prompt's tokens after the first `known`, as long as it is faster to read than to
-        compute.
+        """Return the stored KV of the prompt's tokens after the first `known`, up to where computing becomes faster
+        than reading.
 
-        Returns None if that is little. Raises CancelledError and TimedOutError within `limits.limited`.
+        Returns None if the stored KV has too few new tokens to be worth a read, or if reading fails, which is logged.
+        Raises CancelledError and TimedOutError within `deadline.limited`.
         """
         least = _WORTH_WAITING if self._writing else LEAST_TOKENS
         if len(ids) - known < least:
@@ -113,16 +114,19 @@ class StoredPrefixes:
         return StoredKV(list(zip(pieces, blocks, strict=False))) if blocks else None
 
     def keep(self, namespace: str, ids: Sequence[int], generation: int) -> None:
-        """Write the tree's KV of these tokens that is not stored yet, later and in another thread."""
+        """Queue the tree's KV of these tokens to be written in another thread, as far as it is not stored yet.
+
+        Nothing is written to a store that is open read-only, or if too many prompts wait.
+        """
         if not self._blocks.read_only:
             self._writer.submit(self._write, namespace, list(ids), generation)
 
     def close(self) -> None:
-        """Write everything that waits. May be called twice."""
+        """Write the KV of all prompts that wait, and end the thread. May be called twice."""
         self._writer.close()
 
     def _walk(self, namespace: str, ids: Sequence[int], generation: int) -> list[_Piece]:
-        """Return the stored blocks that the prompt begins with; the last may serve only in part."""
+        """Return the stored blocks of the prompt's beginning, in order. Only the first tokens of the last may serve."""
         wanted, chain, pieces, at = _array(ids), hashlib.sha256(namespace.encode()), list[_Piece](), 0
         while at < len(wanted):
             owner = _owner(chain, wanted[at], generation)
@@ -167,8 +171,10 @@ def _array(ids: Sequence[int]) -> NDArray[np.int32]:
 
 
 def _owner(chain: hashlib._Hash, first: np.int32, generation: int) -> str:
-    """Return the owner of the blocks that continue the chain's tokens with the token `first`, usually a single
-    block."""
+    """Return the owner of the blocks that continue the chain's tokens with the token `first`: usually a single block.
+
+    chain: a hash of the namespace and all tokens before `first`
+    """
     hashed = chain.copy()
     hashed.update(first.tobytes())
     return f"{PREFIX}{generation}:{hashed.hexdigest()}"
