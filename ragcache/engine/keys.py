@@ -113,7 +113,9 @@ def read_key_file(path: Path) -> list[Key]:
 
 def _key(path: Path, id: str, fields: Any) -> Key:
     where = f"{path}: key {id!r}"
-    if not isinstance(fields, dict) or (unknown := sorted(set(fields) - set(_FIELDS))):
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{where} is no table [keys.{id}] of {', '.join(_FIELDS)}; write it with `ragcache keys add`")
+    if unknown := sorted(set(fields) - set(_FIELDS)):
         raise ConfigError(f"{where} has no such field: {', '.join(unknown)}; its fields are {', '.join(_FIELDS)}")
     digest, expires, limits = fields.get("digest"), fields.get("expires"), fields.get("limits", {})
     if not isinstance(digest, str) or len(digest) != _DIGEST or set(digest) - set("0123456789abcdef"):

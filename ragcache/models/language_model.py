@@ -231,7 +231,7 @@ class LanguageModel(BlockModel):
 
         Runs of several threads share forward passes where possible (`models/scheduler.py`), and long runs may be cut
         into pieces. The results equal those of a single separate pass except for float rounding. Raises CancelledError
-        and TimedOutError within `limits.limited`.
+        and TimedOutError within `deadline.limited`.
         """
         ids = torch.as_tensor(ids, device=self.device)
         if isinstance(positions, int):

@@ -139,7 +139,7 @@ class DocumentStore:
         A chunk id that is taken gets a suffix; see `free_chunk_ids`.
 
         Raises IngestError (text), MetadataError, DuplicateDocumentError (two chunks with one id), ConfigError or
-        EmbedderMismatchError (embeddings), CancelledError (within `limits.limited`), StoreBusyError, StoreFullError,
+        EmbedderMismatchError (embeddings), CancelledError (within `deadline.limited`), StoreBusyError, StoreFullError,
         StoreReadOnlyError, NotAllowedError (a view without a collection to add to); then nothing changed.
         """
         check_document(document, new_chunks)

@@ -228,6 +228,7 @@ BAD = {
     "no digest": ('[keys.a]\nscopes = ["ask"]\n', "no digest"),
     "a secret for a digest": ('[keys.a]\ndigest = "rk-secret"\nscopes = ["ask"]\n', "no digest"),
     "an unknown field": (f'[keys.a]\ndigest = "{"0" * 64}"\nscope = ["ask"]\n', "no such field: scope"),
+    "a key that is no table": ('[keys]\na = "x"\n', r"is no table \[keys\.a\]"),
     "a name that is none": (f'[keys.a]\ndigest = "{"0" * 64}"\nreads = ["../a"]\nscopes = ["ask"]\n', "cannot name"),
     "an unknown limit": (f'[keys.a]\ndigest = "{"0" * 64}"\nlimits.speed = 3\nscopes = ["ask"]\n', "limit: 'speed'"),
     "a limit that is none": (f'[keys.a]\ndigest = "{"0" * 64}"\nlimits.tokens = inf\nscopes = ["ask"]\n', "is inf"),
