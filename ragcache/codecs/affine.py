@@ -43,11 +43,12 @@ def parameter_dtype(numbers: Tensor) -> torch.dtype:
 def quantise(numbers: Tensor, dim: int, size: int, levels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes 0 to `levels` for groups of `size` neighbours along `dim`, with their scales and zero points.
 
-    numbers: float32 of any shape, finite
+    numbers: float32 of any shape, finite, on the CPU
     dim:     counted from the front
     dtype:   of zero points and scales, see `parameter_dtype`
 
-    Codes are uint8 in the shape of the numbers; scales and zero points have a number for each group along `dim`.
+    Returns codes, scales and zero points. Codes are uint8 in the shape of the numbers; scales and zero points have one
+    number for each group along `dim`.
     """
     grouped = _grouped(numbers, dim, size)
     low, high = torch.aminmax(grouped, dim=dim + 1) if grouped.numel() else (grouped.sum(dim + 1),) * 2
@@ -60,7 +61,11 @@ def quantise(numbers: Tensor, dim: int, size: int, levels: int, dtype: torch.dty
 
 
 def restore(out: Tensor, dim: int, size: int, scales: Tensor, zeros: Tensor) -> None:
-    """Replace the codes in `out` (float32) by numbers. scales, zeros: float32, in the shape that `quantise` returns"""
+    """Replace the codes in `out`, float32, by the numbers that they stand for.
+
+    dim, size:     as given to `quantise`
+    scales, zeros: float32, in the shape that `quantise` returns
+    """
     if scales.shape[dim] == 1:  # the usual case; the views below would take as long as the arithmetic
         _scale(out, scales, zeros)
         return

@@ -41,7 +41,7 @@ class Codec(ABC):
     needs_basis:   whether blocks are encoded with a basis that is first made from passages
     rounds_states: whether a block's maps of recurrent layers' states are stored in int8; otherwise they are stored
                    unchanged
-    bases:         where a codec that needs a basis finds it
+    bases:         the bases by name, for a codec that needs a basis
 
     Everything that `decode` needs must be in the tensors, or in a basis that a tensor names. Decoding may return views
     of its input and never writes to it: the tensors may alias a mapped file.
@@ -65,7 +65,7 @@ class Codec(ABC):
 
     @property
     def now(self) -> Codec:
-        """Return the codec for new blocks: another codec while a basis that this codec needs is missing."""
+        """Return the codec for new blocks: this codec, or a substitute while the basis that it needs is missing."""
         return self
 
     def fit_basis(self, blocks: Sequence[KVBlock]) -> KVBlock:
@@ -80,19 +80,24 @@ class Codec(ABC):
         return self
 
     def of_part(self, number: int) -> Codec:
-        """Return the codec for this part of blocks whose layers differ."""
+        """Return the codec that encodes and decodes part `number` of blocks whose layers differ."""
         return self
 
     def beside(self, lm: object, ids: Sequence[int], block: KVBlock, prefix: Exact | None) -> KVBlock:
-        """Return the block with the additional data that the codec stores with it.
+        """Return the block with the additional data that the codec stores with it; the base class adds none.
 
-        `lm` has just computed the block from these ids, or from the last ones among them.
+        lm:     the LanguageModel that has just computed the block
+        ids:    ids that it ran; the block holds all of them, or the last ones
+        prefix: KV that the ids were read after; None: they were read from position 0
         """
         return block
 
     @abstractmethod
     def encode_alike(self, block: KVBlock) -> dict[str, Tensor]:
-        """Return the tensors to store. They may be views of the block's."""
+        """Return the tensors to store. They may be views of the block's.
+
+        Raises UnencodableBlockError for numbers or dtypes that the codec cannot encode.
+        """
 
     @abstractmethod
     def decode_alike(self, tensors: Mapping[str, Tensor]) -> KVBlock:
@@ -140,7 +145,10 @@ class Codec(ABC):
         return sum(state.map_bytes(itemsize, rounded=self.rounds_states) for state in states)
 
     def encode(self, block: KVBlock) -> dict[str, Tensor]:
-        """Return the tensors to store, for any block. Raises UnencodableBlockError."""
+        """Return the tensors to store, for any kind of block.
+
+        Raises UnencodableBlockError for numbers or dtypes that the codec cannot encode.
+        """
         if isinstance(block, OpaqueBlock):
             return block.tensors
         if isinstance(block, HybridBlock):
@@ -157,7 +165,7 @@ class Codec(ABC):
                 encoded = self.of_part(number)._encode_sparse(part)
             except UnencodableBlockError as error:
                 layers = [layer for layer, own in enumerate(block.part_of) if own == number]
-                raise UnencodableBlockError(f"counting layers {layers} alone, {error}") from error
+                raise UnencodableBlockError(f"counting only layers {layers}, {error}") from error
             tensors |= {f"{number}.{name}": tensor for name, tensor in encoded.items()}
         return tensors
 
@@ -176,7 +184,7 @@ class Codec(ABC):
             return self._decode_sparse(tensors)
         part_of = tensors[_PART_OF]
         if part_of.dim() != 1 or part_of.dtype != torch.int64 or not part_of.numel():
-            raise DamagedBlockError("a block of layers that differ says by an int64 a layer which part holds it")
+            raise DamagedBlockError("the tensor part_of of a block whose layers differ must be int64 [num_layers]")
         parts: dict[str, dict[str, Tensor]] = {str(number): {} for number in sorted(set(part_of.tolist()))}
         for name, tensor in tensors.items():
             number, _, own = name.partition(".")
@@ -191,11 +199,14 @@ class Codec(ABC):
         if not self.rounds_states:
             return state
         if not all(bool(tensor.isfinite().all()) for tensor in state.tensors.values()):
-            raise UnencodableBlockError(f"the map of recurrent layer {rank} holds infinite numbers or none at all")
+            raise UnencodableBlockError(f"the map of recurrent layer {rank} holds infinite numbers or NaN")
         return state.rounded()
 
     def error_bound(self, block: KVBlock) -> float:
-        """Return `bound_alike` for any block."""
+        """Return the largest absolute error that any kind of block may have after decoding; 0.0 if lossless.
+
+        The error of maps of recurrent layers' states is included. Raises UnencodableBlockError.
+        """
         if isinstance(block, OpaqueBlock):
             return 0.0
         if isinstance(block, HybridBlock):
@@ -216,13 +227,18 @@ class Codec(ABC):
             return self.decode_alike(tensors)
         number = tensors.get(_TOKENS)
         if number is None or number.shape != (1,) or number.dtype != torch.int64 or int(number) < 0:
-            raise DamagedBlockError("a block whose heads hold some of its tokens says by an int64 how many it has")
+            raise DamagedBlockError("the tensor tokens, of a block that holds some of them, is int64 [1], 0 or more")
         held = self.decode_alike({name: tensor for name, tensor in tensors.items() if name not in (_KEPT, _TOKENS)})
         return SparseBlock(held, tensors[_KEPT], int(number))
 
 
 def _state_maps(tensors: Mapping[str, Tensor], num_tokens: int) -> list[StateMap]:
-    """Return the maps of recurrent layers in the tensors `<rank>.p`, `.q` and `.tail`. Raises DamagedBlockError."""
+    """Return the maps of recurrent layers' states that the tensors `<rank>.p`, `.q`, `.tail` and so on form.
+
+    num_tokens: of their block
+
+    Raises DamagedBlockError if the tensors form no maps over so many tokens.
+    """
     count, maps = sum(name.endswith(".tail") for name in tensors), []
     for rank in range(count):
         held = {field.name: tensors.get(f"{rank}.{field.name}") for field in fields(StateMap)}
@@ -238,7 +254,7 @@ def _state_maps(tensors: Mapping[str, Tensor], num_tokens: int) -> list[StateMap
 
 
 def _is_scaled(numbers: Tensor | None, scales: Tensor | None) -> bool:
-    """Return whether int8 numbers have a scale a row, and other numbers have none."""
+    """Return whether int8 numbers have a float32 scale for each row, and other numbers have no scales."""
     if numbers is None or numbers.dtype != torch.int8:
         return scales is None
     return scales is not None and scales.dtype == torch.float32 and scales.shape == (*numbers.shape[:-1], 1)

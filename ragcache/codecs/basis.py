@@ -25,7 +25,7 @@ class Bases:
     """
 
     def __init__(self, load: Callable[[str], KVBlock | None] = lambda _name: None, name: str | None = None) -> None:
-        """Create the bases. load: a function of a basis's name that returns its block, or None"""
+        """Create the bases. load: returns the block of the basis with this name, or None if it is missing"""
         self.name = name
         self._load = load
         self._blocks: dict[str, KVBlock] = {}
@@ -39,21 +39,24 @@ class Bases:
         return self.name
 
     def get(self, name: str, read: Callable[[KVBlock], _T]) -> _T:
-        """Return the result of `read`, always the same function, for the basis's block.
+        """Return `read(block)` for the block of the basis called `name`.
 
-        Raises DamagedBlockError if the basis cannot be found or read: its blocks then have to be computed again.
+        The result is kept by name and returned by later calls, so every call must pass the same function.
+
+        Raises DamagedBlockError if the basis is missing or damaged: the blocks that were encoded with it have to be
+        computed again.
         """
         with self._lock:
             if name not in self._held:
                 block = self._blocks.get(name) or self._load(name)
                 if block is None:
-                    raise DamagedBlockError(f"basis {name} is gone: what it encoded has to be computed again")
+                    raise DamagedBlockError(f"basis {name} is gone: blocks encoded with it have to be computed again")
                 self._held[name] = read(block)
             return self._held[name]  # type: ignore[return-value]
 
 
 def basis_name(block: KVBlock) -> str:
-    """Return 64 hex digits that depend only on the rows: the basis's block key."""
+    """Return the name of a basis, which is its block key: 64 hex digits that depend only on its tensors."""
     state = hashlib.sha256()
     for part in block.parts if isinstance(block, MixedBlock) else (block,):
         for rows in (part.keys, part.values):

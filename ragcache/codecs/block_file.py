@@ -1,4 +1,4 @@
-"""A KV block in a container: key, codec and versions in the metadata."""
+"""A KV block in a container, whose metadata hold the block's key, its codec and the versions of format and codec."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def write_block(
     """Store a block under its key and return it as it will be read back (with other numbers if the codec is lossy).
 
     reserve, rename: see `write_container`
-    seal: of the store; it covers the key
+    seal: the store's; it covers the block's key, so a file that is renamed to another key is refused
 
     Raises StoreFullError, StoreReadOnlyError, UnencodableBlockError.
     """
@@ -73,7 +73,7 @@ def _metadata(key: str, block: KVBlock, codec: Codec) -> dict[str, str]:
 
 
 def codec_of(block: KVBlock) -> Codec:
-    """Return the codec whose tensors a stored block holds: encoding with it changes no bit."""
+    """Return the codec whose tensors a block holds: encoding the block with this codec changes no bit."""
     if isinstance(codec := getattr(block, "codec", None), Codec):
         return codec
     if isinstance(block, MixedBlock):
@@ -82,7 +82,10 @@ def codec_of(block: KVBlock) -> Codec:
 
 
 def encode_block(key: str, block: KVBlock, codec: Codec) -> dict[str, Tensor]:
-    """Return the codec's tensors for a block. Raises UnencodableBlockError that names the block."""
+    """Return the codec's tensors for a block.
+
+    Raises UnencodableBlockError, naming the block, if the codec refuses it or if a tensor holds NaN or an infinity.
+    """
     try:
         tensors = codec.encode(block)
         if not are_finite(tensors.values()):
@@ -172,8 +175,8 @@ def _block_of(where: str, container: Container, bases: Bases | None) -> KVBlock:
 def _codec_of(where: str, metadata: Mapping[str, str], bases: Bases | None) -> Codec:
     """Return the codec that can decode this file.
 
-    The seal is whole, so an unknown version is newer and an unknown codec belongs to another package: the
-    file is not damaged.
+    The seal has been checked, so the file is not damaged: an unknown version is a newer version, and an unknown codec
+    belongs to another package. Raises SchemaVersionError for these.
     """
     name = metadata.get("codec", "")
     if _number(metadata, "format_version") > FORMAT_VERSION:

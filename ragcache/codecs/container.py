@@ -60,7 +60,7 @@ _MADV_POPULATE_READ = 22
 
 
 Reserve = Callable[[BinaryIO, int], None]
-# Reads (descriptor, offset, num_bytes) of an open file to uint8 [num_bytes]; None: the file is to be mapped.
+# Reads (descriptor, offset, num_bytes) of an open file into uint8 [num_bytes]; returns None to have the file mapped.
 Load = Callable[[int, int, int], "Tensor | None"]
 NO_STORE = UNSEALED.of("")
 """The seal of a file outside of stores."""
@@ -150,7 +150,9 @@ def _unreadable(path: Path, error: OSError, way: str) -> StoreError:
 
 
 def unpack_container(where: str, data: mmap.mmap | bytearray, seal: FileSeal = NO_STORE) -> Container:
-    """Check the seal of a container's bytes and return views of the bytes. where: name of the source in errors
+    """Check the seal of a container's bytes and return its tensors as views of the bytes.
+
+    where: name of the source in errors
 
     Raises DamagedBlockError if any byte is wrong or missing.
     """
@@ -200,7 +202,7 @@ def _unpack(where: str, head: bytes | bytearray, data: Tensor, seal: FileSeal) -
         raise DamagedBlockError(
             f"{where}: damaged, or not sealed by this store under this name; the block has to be computed again"
         )
-    try:  # the seal is whole, so anything invalid was written so
+    try:  # the seal has been checked, so an invalid header is not damage: it was written like this
         header = json.loads(head[8:])
         metadata: dict[str, str] = header.pop("__metadata__")
         del metadata["seal"]

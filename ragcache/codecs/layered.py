@@ -76,7 +76,9 @@ class PartShape(NamedTuple):
 
 
 class LayerCodec(Codec):
-    """A codec that encodes keys and values separately and layer by layer. Subclasses encode a part of a layer.
+    """A codec that encodes keys and values separately, and decodes them layer by layer.
+
+    Subclasses encode and decode a *part*: the keys, or the values, of all layers.
 
     part_names: names of the tensors that `encode_part` returns
 
@@ -88,7 +90,7 @@ class LayerCodec(Codec):
 
     @abstractmethod
     def encode_part(self, part: Part, numbers: Tensor) -> dict[str, Tensor]:
-        """Return tensors that encode `numbers`.
+        """Return the tensors, named by `part_names`, that encode `numbers`.
 
         numbers: float [num_layers, num_kv_heads, num_tokens, dim], finite, on the CPU
         """
@@ -99,15 +101,18 @@ class LayerCodec(Codec):
 
     @abstractmethod
     def decode_part(self, part: Part, tensors: Mapping[str, Tensor], layer: int, out: Tensor) -> None:
-        """Write a layer to `out`, float32 [num_kv_heads, num_tokens, dim], contiguous or not, on any device."""
+        """Decode a layer of the part's tensors into `out`, float32 [num_kv_heads, num_tokens, dim].
+
+        `out` may be on any device and need not be contiguous.
+        """
 
     def stored(self, parts: Mapping[Part, Mapping[str, Tensor]], spec: BlockSpec) -> Stored | None:
-        """Return the memory layout of codes that a kernel can decode, else None; see `Stored`."""
+        """Return the memory layout of the tensors if a kernel can decode them (`Stored`), else None."""
         return None
 
     @abstractmethod
     def part_bound(self, part: Part, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> float:
-        """Return the largest error of the decoded tensors, including rounding to the block's dtype."""
+        """Return the largest absolute error of the decoded numbers, including rounding to `dtype`, the block's own."""
 
     @abstractmethod
     def expected_part_bytes(self, part: Part, shape: PartShape) -> float:
@@ -144,7 +149,7 @@ class LayerCodec(Codec):
 class EncodedBlock(KVBlock):
     """A KV block in its codec's tensors, decoded all at once by `keys` and `values`, or by layer (`copy_keys` ...).
 
-    tensors: as in a file; `num_bytes` counts these encoded bytes
+    tensors: the codec's tensors by name, as in a file; `num_bytes` counts their bytes
 
     Raises DamagedBlockError when the tensors are not the codec's.
     """
@@ -208,7 +213,7 @@ class EncodedBlock(KVBlock):
         self.codec.decode_part(part, self._parts[part], layer, exact)
         if self.dtype == torch.float16:  # a grid may extend beyond the largest float16, although no number did
             exact.clamp_(-_LARGEST_HALF, _LARGEST_HALF)
-        # The block's dtype first: `out` gets the same numbers as from the decoded block.
+        # Rounded to the block's dtype before `out`'s, so that `out` gets the numbers that the decoded block has.
         out.copy_(exact.to(self.dtype))
 
     def _layer(self, part: Part, layer: int) -> Tensor:
@@ -226,7 +231,7 @@ class EncodedBlock(KVBlock):
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Return the largest relative error of rounding a float32 result to `dtype`.
 
-    It includes a margin for the float32 steps before.
+    It includes a margin for the float32 operations by which the result was computed.
     """
     return torch.finfo(dtype).eps / 2 + 2.0**-22
 

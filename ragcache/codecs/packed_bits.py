@@ -23,7 +23,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, out: Tensor) -> None:
-    """Write the codes to `out`, [..., num_tokens, dim]."""
+    """Write the codes that `pack` has packed to `out`, [..., num_tokens, dim] in any dtype that holds them."""
     if bits == 8:
         out.copy_(packed)
         return

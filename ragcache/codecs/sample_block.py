@@ -10,7 +10,7 @@ from ragcache.lazy_torch import torch
 
 
 def example_block(layers: Sequence[LayerShape], num_tokens: int, dtype: torch.dtype) -> KVBlock:
-    """Return a block of normally distributed numbers, the same on every call."""
+    """Return a block of normally distributed numbers on the CPU, the same on every call."""
     generator = torch.Generator().manual_seed(0)
     shape = CacheShape(tuple(layers), dtype, torch.device("cpu"))
     # Drawn in float32: some dtypes have no random generator, and all dtypes should get the same numbers.

@@ -23,7 +23,7 @@ METHODS: Registry[type[FusionMethod]] = Registry(
 
 
 class MethodInfo(NamedTuple):
-    """A row of the table of methods."""
+    """A row of the table of methods: a method's name, its class attributes, and the names of its options."""
 
     name: str
     summary: str
@@ -42,9 +42,10 @@ def methods() -> list[MethodInfo]:
 
 
 def get_method(method: str | FusionMethod, /, **options: Any) -> FusionMethod:
-    """Return a method by name, with its options.
+    """Return a method by name, with its options; a method object is returned unchanged.
 
-    Raises ConfigError that lists the known methods or the method's options.
+    Raises ConfigError that lists the known methods or the method's options, or that names the option out of range;
+    ConfigError for options beside a method object; PluginError if a plug-in's method cannot be loaded.
     """
     if isinstance(method, FusionMethod):
         if options:

@@ -22,8 +22,8 @@ class CacheBlend(recompute.RecomputeMethod):
     """Runs high-KV-deviation tokens again (CacheBlend, section 4.3).
 
     Layer 0 runs in full: its keys and values depend only on the token, so layer 1 is the first in which they depend on
-    other tokens. There every chunk token is projected, and those that deviate most from their block's keys and values
-    continue; all others keep their block's.
+    other tokens. In layer 1 the keys and values of every chunk token are computed. The tokens whose new keys and values
+    deviate most from their block's run on; all others keep their block's keys and values.
 
     Gradual filtering (figure 9): slightly more than `ratio` of the tokens continue from layer 1, and every later layer
     drops those that deviate least in it. The paper gives no figures; here the share falls linearly from 1.25 to 0.75 of
@@ -31,9 +31,10 @@ class CacheBlend(recompute.RecomputeMethod):
 
     ratio:           share of the chunks' tokens; 0 is `reposition`, 1 is full prefill
     gradual:         filter layer by layer; each layer's projections are then computed twice
-    boundary_tokens: first tokens of each chunk that run whatever their deviation. They count towards `ratio`, and all
-                     run even if they exceed it. A first chunk whose KV is exact has none (`Layout.exact`)
-    tail_tokens:     last tokens of each chunk, treated like `boundary_tokens`
+    boundary_tokens: number of first tokens of each chunk that run whatever their deviation. They count towards `ratio`,
+                     and all of them run even if they exceed it. In a first chunk whose KV is exact (`Layout.exact`),
+                     tokens run only by their deviation
+    tail_tokens:     number of last tokens of each chunk that are treated in the same way
     """
 
     ratio: float = 0.16
@@ -87,7 +88,7 @@ class CacheBlend(recompute.RecomputeMethod):
 
 
 def _deviation(running: recompute.Running) -> Tensor:
-    """Return the KV deviation (CacheBlend, section 4.1) of the running context tokens: float32 [num_slots].
+    """Compute the KV deviation (CacheBlend, section 4.1) of the running context tokens: float32 [num_slots].
 
     It is the squared L2 distance between a token's new keys and values and the placed ones, over all heads. Both keys
     are rotated to the same position, which does not change their distance.

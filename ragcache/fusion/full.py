@@ -11,11 +11,12 @@ from ragcache.fusion.method import FusionMethod
 
 @dataclass(frozen=True)
 class Full(FusionMethod):
-    """One causal forward pass over all ids, or over those after a prefix whose KV such a pass has computed before.
+    """Reads the prompt in a single causal forward pass, and no blocks.
 
-    The passages' blocks are not read. With and without such a prefix, logits are the same to rounding.
+    If an earlier pass has computed the KV of the prompt's beginning, only the tokens after it run; the logits are the
+    same within rounding.
 
-    reuse: False runs every token, for measurements of full prefill
+    reuse: whether the KV of a prompt's beginning may be reused; False runs every token, to measure full prefill
     """
 
     reuse: bool = True

@@ -27,11 +27,10 @@ from ragcache.prompt import Part, Passages, Prompt, Text
 class TokenCounts(NamedTuple):
     """The tokens of a prompt by their cost. The three whole numbers add up to the prompt's length.
 
-    computed: tokens that the model ran for this question, as a mean over its layers: a token that ran in half of the
-              layers counts half
+    computed: tokens that the model ran for this question, as a mean over its layers, rounded: a token that ran in half
+              of the layers counts half
     created:  tokens whose KV was in no tier and was encoded for this question, whether or not they also ran again
-    cached:   all other tokens: their KV was loaded and placed. A token that ran in some layers counts for the others
-              only
+    cached:   the rest: tokens whose KV was loaded and placed, each in proportion to the layers in which it did not run
     """
 
     computed: int
@@ -53,9 +52,9 @@ class FuseOutput(PrefillOutput):
     prompt:          the prompt as it was given
     layout:          the position of every token, including those that the method added
     timings:         seconds by phase
-    computed_tokens: see `PrefillOutput`; tokens run to encode missing blocks are not counted
+    computed_tokens: see `PrefillOutput`; the tokens in `encoded_tokens` are not counted
     kept_tokens:     see `PrefillOutput`
-    encoded_tokens:  tokens of blocks that had to be made for this call
+    encoded_tokens:  tokens of the prefix and of blocks whose KV was not given and had to be computed in this call
     reserved_ids:    ids of tokens that the method added, which no answer may contain
     """
 
@@ -92,11 +91,14 @@ class FuseOutput(PrefillOutput):
 
     @property
     def cached_tokens(self) -> int:
-        """Return how many prompt tokens had their KV given, in proportion to the layers in which they did not run."""
+        """Return how many of the prompt's tokens had KV before this call; see `TokenCounts.cached`."""
         return self.counts().cached
 
     def counts(self, created: int = 0) -> TokenCounts:
-        """Count the prompt's tokens. created: tokens that were encoded for it before this call"""
+        """Count the prompt's tokens.
+
+        created: tokens that were encoded for this prompt before this call, besides `encoded_tokens`
+        """
         return TokenCounts.of(self.prompt_tokens, self.computed_tokens, self.encoded_tokens + created)
 
 
@@ -128,7 +130,11 @@ class PromptPlan:
     ) -> Self:
         """Plan how `method` reads `prompt`.
 
-        Raises ConfigError, PromptError or StaleBlockError if the method cannot read it.
+        recipe: how the passages' blocks were (or are to be) encoded; None: the blocks' own recipe, else as
+                `block_recipe` chooses
+        blocks: the blocks that will be given, whose recipes are compared with `recipe`; None: none
+
+        Raises ConfigError or PromptError if the method cannot read the prompt, StaleBlockError if the recipes differ.
         """
         check_method(lm, method)
         parts = _parts(lm, method, prompt)
@@ -181,19 +187,19 @@ def fuse(
     """Place the passages' blocks and run the question over them: fused prefill.
 
     prompt:         a Prompt; or, for a method that `keeps_context`, several groups of passages with text between them.
-                    The result equals one forward pass over all ids in which the tokens of a passage see only that
-                    passage
+                    The result equals a forward pass over all ids in which the tokens of a passage see only that passage
     method:         a method's name, with its options as further keyword arguments, or a method object
     blocks:         one block for each chunk that `exact` does not hold, as `encode` returns them under `recipe`; None:
                     they are encoded here
-    recipe:         how the blocks were (or are to be) encoded; None: the blocks' own recipe, else the method's first
-                    choice
+    recipe:         how the blocks were (or are to be) encoded; None: the blocks' own recipe, else as `block_recipe`
+                    chooses
     prefix_block:   the prefix's KV as an isolated block, instead of `exact`
     reserve_tokens: room to leave in the cache for decoding; the cache grows when more is needed
-    exact:          KV of the prompt's first tokens, from `LanguageModel.read` or a PrefixCache. A method that reads
-                    blocks takes the KV of exactly `method.prefix_ids`, the prefix and what the method adds to it
-                    (KVLink's KV-START); None: it is read here. A method with `takes_exact`, or a prompt of several
-                    groups, takes any number of tokens that does not end within a passage whose block is placed
+    exact:          KV of the prompt's first tokens, from `LanguageModel.read` or a PrefixCache. For a Prompt and a
+                    method that reads blocks, these tokens are `method.prefix_ids`: the prefix and the tokens that the
+                    method adds to it (KVLink's KV-START). For a method with `takes_exact`, or a prompt of several
+                    groups, they may be any number of tokens that does not end within a passage whose block is placed.
+                    None: the KV is computed here
     base:           instead of blocks, the whole context before the suffix, from `FuseOutput.share` of the same prompt
                     with another suffix; for a method with `shares_context`. It is not copied
     options:        the method's options
@@ -265,7 +271,12 @@ def _used_recipe(
     blocks: Sequence[KVBlock] | None,
     added: AddedTokens | None,
 ) -> Recipe:
-    """Return the given recipe, else the blocks' recipe, else the method's. Raises StaleBlockError if these differ."""
+    """Return the given recipe, else the blocks' recipe, else as `block_recipe` chooses.
+
+    added: tokens that the method adds; None if the prompt has no passages
+
+    Raises StaleBlockError if a block has another recipe, ConfigError if the method cannot use the recipe.
+    """
     stated = [block.recipe for block in blocks or () if block.recipe is not None]
     used = _recipe(lm, method, next(iter(stated), None) if recipe is None else recipe, added)
     if other := next((other for other in stated if other != used), None):
@@ -334,7 +345,14 @@ def block_recipe(lm: ModelCard, method: FusionMethod, recipe: str | Recipe | Non
 
 
 def _recipe(lm: ModelCard, method: FusionMethod, recipe: str | Recipe | None, added: AddedTokens | None) -> Recipe:
-    """Return the recipe to encode with. added: None if there is no chunk to encode, and any markers will do"""
+    """Return the recipe to encode passages with.
+
+    recipe: None: as `block_recipe` chooses
+    added:  tokens that the method adds, whose markers the recipe gets; None: the prompt has no passages, and the
+            recipe keeps its own markers
+
+    Raises ConfigError for a recipe that the model or the method cannot use.
+    """
     if recipe is None:
         trained = lm.reuse.recipe if lm.reuse is not None else None
         recipe = trained if trained in method.recipes else method.recipes[0]
@@ -386,7 +404,12 @@ def _with_blocks(
     prefix_ids: Sequence[int],
     blocks: Sequence[KVBlock] | None,
 ) -> tuple[PrefillRequest, int]:
-    """Return the request with its prefix and blocks, and how many tokens were encoded to make them."""
+    """Return the request with its prefix's KV and its blocks, and how many tokens were encoded to make them.
+
+    blocks: None: they are encoded here
+
+    Raises StaleBlockError for given blocks that do not fit.
+    """
     if not request.layout.separate or request.base is not None:
         return request, 0
     lm = request.lm

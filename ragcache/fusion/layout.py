@@ -3,7 +3,7 @@
     parts   Text(prefix)     Passages(A, B)              Text(question)
     pieces  prefix KV-START  [A] links  [B] links        KV-END question     each with the position of its first token
 
-A label before a passage is text, and follows the links in the same piece.
+A label before a passage is text. It is in the same piece as the link tokens of the passage before it.
 
 A passage is placed exactly as its block holds it; text runs and sees everything before it. Methods differ in the tokens
 that they add and in the passages' positions. Serving, conversations, evaluation and training all use this layout.
@@ -33,8 +33,8 @@ encoded:  passages keep the positions at which they were encoded, from 0 or afte
 COMPOSITE = "composite"
 """TurboRAG's name for passages that start at the same position."""
 
-# KV of a passage that was encoded alone depends on where the passage began. In a prefix tree its tokens are therefore
-# other elements than the same tokens in running text, and its first token differs from the same token further on.
+# KV of a passage that was encoded alone depends on where the passage began. In a prefix tree its tokens therefore have
+# other elements than the same tokens in running text, and its first token has another element than its later tokens.
 _FIRST, _REST = 1 << 32, 2 << 32
 
 
@@ -51,12 +51,12 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class AddedTokens:
-    """A method's tokens in each group of passages, and the passages' positions. Groups without chunks get no tokens.
+    """Tokens that a method adds to each group of passages, and the passages' positions. Groups without chunks get none.
 
-    behind_prefix: after the prefix, and part of its block
-    markers:       before and after every chunk, and part of its block; as in a Recipe
-    links:         link tokens after each chunk, one tuple for each rank; empty: after no chunk
-    behind_chunks: before the suffix
+    behind_prefix: ids after the prefix; they are part of the prefix's block
+    markers:       ids before and after every chunk; they are part of the chunk's block, as in a Recipe
+    links:         ids of the link tokens after each chunk, a tuple for each rank; empty: no link tokens
+    behind_chunks: ids after the last chunk, before the suffix
     reserved:      ids that no answer may contain
     max_chunks:    chunks that the method can read; None: any number
     positions:     the passages' positions
@@ -116,7 +116,10 @@ class Segment(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Tokens that run. behind: whether they all come after every block, and so see all blocks"""
+    """Tokens that run, with their positions.
+
+    behind: whether they all come after every placed block, and so see all blocks
+    """
 
     ids: list[int]
     positions: list[int]
@@ -128,7 +131,8 @@ class Layout:
     """Pieces of a prompt in reading order.
 
     separate: whether passages see only themselves and their blocks are placed; False: they run as text does
-    exact:    the first passage, if its block was encoded after exactly the text that comes before it; None: no passage
+    exact:    the first passage if its block's KV is exact, because the block was encoded after the very text that comes
+              before it here; None: no block's KV is exact
     """
 
     pieces: tuple[Segment, ...]
@@ -154,7 +158,7 @@ class Layout:
 
     @property
     def elements(self) -> list[int]:
-        """Return the elements that identify the tokens in a prefix tree."""
+        """Return the numbers that identify the tokens in a prefix tree: ids for text, other numbers for passages."""
         found: list[int] = []
         for piece in self.pieces:
             if self._is_placed(piece):

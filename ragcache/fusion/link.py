@@ -16,17 +16,18 @@ from ragcache.prompt import Prompt
 
 @dataclass(frozen=True)
 class Link(FusionMethod):
-    """Runs K link tokens after each chunk, which see everything up to their own position (KVLink section 2.3, figure
-    2).
+    """Runs K link tokens after each chunk, which see everything before them (KVLink section 2.3, figure 2).
 
     Blocks are moved to their global positions as by `reposition`, with room for the link tokens between them. Only the
     link tokens, KV-END and the suffix run; KV-START belongs to the prefix's block. The link tokens after the chunk of
     rank n are always the same K ids (appendix A.2).
 
-    link_ids:    a list of token ids for each chunk, placed after it, instead of the checkpoint's own link tokens,
-                 KV-START and KV-END; lists may be empty
-    link_tokens: K, for checkpoints of the authors' code, which do not state it (Llama 3's vocabulary); 0: no added
-                 tokens at all, which is `reposition`; None: as the checkpoint was trained
+    link_ids:    for each chunk, a list of the ids that follow it, possibly empty. They replace the checkpoint's own
+                 link tokens, KV-START and KV-END
+    link_tokens: K, for a checkpoint of the authors' own code (Llama 3's vocabulary), which does not state it; 0: no
+                 added tokens at all, which is `reposition`; None: as the checkpoint states
+
+    Raises ConfigError if both are given, or for values that are no lists of ids or no number of tokens.
     """
 
     link_ids: Sequence[Sequence[int]] | None = None

@@ -79,6 +79,7 @@ class PrefillRequest:
     exact:          KV of the first tokens, from earlier passes: at most all tokens but the last
     base:           the context before the last text, shared by another request; it is not copied
     reserve_tokens: room to leave for decoding
+    times:          seconds by phase, to which `run` adds
     """
 
     lm: LanguageModel
@@ -102,14 +103,14 @@ class PrefillRequest:
         return [(block, piece.start) for piece, block in zip(pieces, self.blocks, strict=True)]
 
     def place(self) -> Place:
-        """Return a function that places the available KV of one layer: the first tokens, then the blocks."""
+        """Return a function that places a layer's available KV in a cache: `exact` first, then the blocks."""
         return Placer(self.lm, self.placements, self.exact).place
 
     def new_cache(self, place: Place | None = None, num_tokens: int | None = None) -> FusedCache:
         """Return a cache to run the prompt over.
 
         place:      called for each layer just before it runs, so that loading overlaps with computing; None: the cache
-                    extends `base`, or all available KV is placed
+                    extends `base` if there is one, else `self.place()` is used
         num_tokens: room to reserve; None: for the prompt and the answer
         """
         if place is None and self.base is not None:
@@ -129,9 +130,10 @@ class PrefillRequest:
         slots: Tensor | None = None,
         before_layer: BeforeLayer | None = None,
     ) -> PrefillOutput:
-        """Run tokens as `LanguageModel.run` does.
+        """Run tokens over the cache as `LanguageModel.run` does, and count the time.
 
-        Without ids, run every token that is not placed; each sees everything before it.
+        ids, positions: the tokens to run; None: all tokens that have no KV yet, see `Layout.running`
+        slots, before_layer: see `LanguageModel.run`
         """
         ordered = None
         if ids is None or positions is None:
@@ -143,7 +145,10 @@ class PrefillRequest:
 
     @contextmanager
     def running(self, cache: FusedCache) -> Iterator[None]:
-        """Count the time spent in the context as prefill, except the time that the cache spends placing."""
+        """Add the time spent in this context to `times`.
+
+        The time that the cache spends placing is added to `place_s`, the rest to `prefill_s`.
+        """
         started, placed = time.perf_counter(), cache.place_s
         try:
             yield
@@ -245,8 +250,8 @@ class FusionMethod:
     needs_training: whether an untrained model is expected to answer worse with it
     reuses_blocks:  whether it reads KV blocks at all (full prefill does not)
     recipes:        recipes that its blocks may be encoded under, the default first
-    joins_states:   whether it can read with a model that has recurrent layers: no token of a passage runs again, and
-                    only text may come between passages
+    joins_states:   whether it can read with a model that has recurrent layers: it runs no token of a placed passage
+                    again, and none between placed passages
     takes_exact:    whether it continues from KV of the prompt's first tokens that a plain pass computed
     keeps_context:  whether it can read several groups of passages with text between them, as in a conversation: every
                     token at its global position, blocks unchanged or with some of their tokens run again, and text that
@@ -279,14 +284,17 @@ class FusionMethod:
                 setattr(cls, name, False)
 
     def keeps_context_with(self, lm: ModelCard) -> bool:
-        """Return `keeps_context` for this model: blocks of recurrent layers can only be joined side by side."""
+        """Return whether `keeps_context` holds with this model.
+
+        Blocks of a model with recurrent layers can only be placed next to each other, without text between them.
+        """
         return self.keeps_context and not (lm.is_recurrent and self.reuses_blocks)
 
     def reruns(self, layout: Layout) -> list[Span] | None:
-        """Return the tokens of placed passages that run again, in order, if the layout alone decides them.
+        """Return the tokens of placed passages that run again, in order, if the layout alone decides which.
 
-        Any engine that loads blocks can then read with this method. None: the model has to run before the method can
-        choose, the method may change attention (it overrides `prefill`), or passages overlap.
+        An engine that can load blocks and run tokens can then read with this method without calling it. None: the
+        method chooses while the model runs, may change attention (it overrides `prefill`), or passages overlap.
         """
         is_global = all(before.end == piece.start for before, piece in pairwise(layout.pieces))
         return [] if type(self).prefill is FusionMethod.prefill and is_global else None
@@ -303,7 +311,10 @@ class FusionMethod:
         return NO_ADDITIONS
 
     def added_to(self, lm: ModelCard, parts: Sequence[Part]) -> AddedTokens:
-        """Return `additions` if the prompt has a passage, else none: any model can read a prompt without passages."""
+        """Return `additions` if the prompt has a passage, else no additions.
+
+        So a model without trained tokens can still read a prompt without passages. Raises the errors of `additions`.
+        """
         has_passages = any(isinstance(part, Passages) and part.chunk_ids for part in parts)
         return self.additions(lm) if has_passages else NO_ADDITIONS
 
@@ -312,9 +323,9 @@ class FusionMethod:
         return lay_out(parts, recipe, self.added_to(lm, parts), separate=self.reuses_blocks)
 
     def prefix_ids(self, lm: ModelCard, prompt: Prompt) -> list[int]:
-        """Return the ids before the first passage.
+        """Return the ids before the first passage: the prefix, and the ids that the method adds after it.
 
-        `PrefillRequest.exact` holds their KV for a method that reads blocks.
+        For a method that reads blocks, `PrefillRequest.exact` holds the KV of these ids.
         """
         return [*prompt.prefix_ids, *self.added_to(lm, prompt.parts).behind_prefix]
 

@@ -1,4 +1,7 @@
-"""The check that decides whether the kernel places a model's blocks: it must first agree with the plain way."""
+"""The check that decides whether a Triton kernel places a model's blocks.
+
+The kernel is used only if, on random passages, it gives the same result as the PyTorch operations of `Placer`.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ SWITCH = "RAGCACHE_PLACE"
 """Environment variable; the value `plain` turns the kernel off."""
 INTERPRET = "TRITON_INTERPRET"  # Triton's variable: kernels run on a CPU, slowly, for tests
 TOKENS = (40, 8)  # of the probe's two passages: more than a tile, and less than a tile
-AT = 3
+AT = 3  # position of the probe's first token
 CODECS = ("raw", "int8")
 
 _checked: WeakKeyDictionary[LanguageModel, bool] = WeakKeyDictionary()
@@ -37,10 +40,10 @@ _lock = threading.Lock()
 
 
 def place_kernel(lm: LanguageModel, blocks: Sequence[KVBlock]) -> PlaceKernel | None:
-    """Return the kernel over these blocks, or None if they are placed the plain way.
+    """Return the kernel over these blocks, or None if `Placer` has to place them by PyTorch's operations.
 
-    The plain way is used if the kernel cannot read the model's rotation or a block, is switched off, does not run on
-    this device, or gave other numbers when it was first used.
+    None: the kernel cannot read a block or does not know the model's rotation, is switched off, does not run on this
+    device, or gave another result than PyTorch when the model first placed blocks.
     """
     with _lock:
         if lm not in _checked:
@@ -58,6 +61,7 @@ def runs_on(device: torch.device) -> bool:
 
 
 def _is_right(lm: LanguageModel) -> bool:
+    """Return whether the kernel places the model's KV as PyTorch does. If so, on CUDA, open the pool's lane."""
     if not runs_on(lm.device):
         return False
     angles = [lm.rope.angles(layer, AT, sum(TOKENS)) for layer in range(lm.shape.num_layers)]
@@ -79,7 +83,10 @@ def _is_right(lm: LanguageModel) -> bool:
 
 
 def _compare(lm: LanguageModel, codec: str, angles: Sequence[Angles | None]) -> None:
-    """Place random passages both ways. Raises ArithmeticError if the results differ by more than rounding."""
+    """Place random passages by the kernel and by PyTorch's operations.
+
+    Raises ArithmeticError if the results differ by more than rounding.
+    """
     from ragcache.fusion.place_kernel import PlaceKernel
 
     blocks = [random_block(lm.shape, codec, count) for count in TOKENS]

@@ -1,9 +1,10 @@
 """A Triton kernel that rotates and places a layer of all blocks, and reads the blocks without moving them first.
 
-The kernel reads a block in page-locked memory over the bus: there is no copy in between and no launch per block, of
-which a prompt of ten passages took 2,016. int8 blocks cross the bus encoded, with half the bytes. The results match the
-plain way of `Placer` within the rounding of a float32 operation; a model whose first use shows a larger difference uses
-the plain way. Tokens are written consecutively or to slots of pages: the same kernel fills vLLM's cache.
+The kernel reads a block in page-locked memory over the bus. This saves a copy of the block to the device, and a launch
+for each block: a prompt of ten passages took 2,016 launches. int8 blocks cross the bus encoded, with half the bytes.
+The results match those of PyTorch's operations (`Placer`) within the rounding of a float32 operation; `place_check`
+compares them at a model's first use. Tokens are written consecutively or to slots of pages: the same kernel fills
+vLLM's cache.
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ _TYPES = {
 
 @triton.jit
 def _read(table, offsets, scale_offsets, live, SOURCE: tl.constexpr, DTYPE: tl.constexpr, OUT: tl.constexpr):
-    """Return float32 numbers of a tensor. table: its address and, for codes, those of scales and zero points"""
+    """Return float32 numbers of a tensor, rounded to DTYPE, the block's dtype, and then to OUT, the cache's.
+
+    table:         address of the tensor; for codes, the addresses of their scales and zero points follow
+    offsets:       of the numbers in the tensor
+    scale_offsets: of their scales and zero points
+    live:          which numbers exist; 0 is returned for the others
+    """
     address = tl.multiple_of(tl.load(table).to(tl.pointer_type(SOURCE)), 16)
     numbers = tl.load(address + offsets, mask=live, other=0).to(tl.float32)
     if tl.uint8 == SOURCE:
@@ -58,9 +65,11 @@ def _place(
 
     table:        int64 [num_layers, blocks, 6]: addresses of keys and of values, each followed by those of scales and
                   zero points
-    spans:        int64 [blocks, 6]: first row, tokens, rows from head to head, tokens in a group of the keys, number of
-                  groups, and the first of the block's tokens
-    slots:        int64 [num_tokens]: where a row goes, with PAGE slots a page; PAGE 0: rows are consecutive
+    spans:        int64 [blocks, 6]: index of the block's first token among all tokens to place, number of its tokens to
+                  place, distance between its heads in rows, number of tokens in a group of its keys, number of such
+                  groups, and which of its tokens is the first to place
+    slots:        int64 [num_tokens]: the slot that each token is written to, with PAGE slots a page; PAGE 0: tokens are
+                  written consecutively
     cos, sin:     [num_tokens, HALF]; HALF 0: the layer does not rotate
     first_head:   the blocks' head that is written to head 0
     keys, values: [num_kv_heads, num_pages, PAGE, dim] or [num_kv_heads, num_tokens, dim], with the strides given
@@ -105,9 +114,12 @@ def _place(
 
 
 class _Launch(NamedTuple):
-    """Blocks whose numbers have the same dtypes, placed by one launch a layer; see `_place`.
+    """Blocks whose numbers have the same dtypes, placed by a single launch for each layer.
 
-    value_sizes: by layer, channels in a group of the values
+    table, spans: see `_place`
+    longest:      the largest number of tokens to place of a block
+    source:       dtype of the stored numbers; dtype: of the decoded block
+    value_sizes:  by layer, number of channels in a group of the values
     """
 
     table: Tensor
@@ -193,7 +205,7 @@ class PlaceKernel:
 
 
 def _readable(parts: Sequence[Stored], device: torch.device) -> bool:
-    """Return whether the device can read all of a block by its address, with rows laid out as the kernel expects."""
+    """Return whether the device can read all of a block's tensors by address, in the layout that `_place` expects."""
     numbers = [tensors[0] for stored in parts for tensors in (stored.keys, stored.values)]
     scales = [tensor for stored in parts for tensors in (stored.keys, stored.values) for tensor in tensors[1:]]
     return (

@@ -12,10 +12,10 @@ from ragcache.models.card import ModelCard
 
 @dataclass(frozen=True)
 class Concat(FusionMethod):
-    """Blocks joined with the positions at which they were encoded, so that all chunks overlap.
+    """Joins blocks at the positions at which they were encoded, so that the chunks' positions overlap.
 
     An isolated chunk keeps positions 0, 1, ...; a chunk encoded after the prefix starts where the prefix ends. The
-    suffix has its global positions. Plain concatenation of caches does the same; the method exists for comparison.
+    suffix has its global positions. This is a plain concatenation of caches, and exists for comparison.
     """
 
     name: ClassVar[str] = "concat"

@@ -99,14 +99,14 @@ class Running:
     _point: LayerPoint
 
     def probe(self) -> Projected:
-        """Return the running tokens' queries, keys and values in this layer, suffix included.
+        """Compute the running tokens' queries, keys and values in this layer, those of the suffix included.
 
-        The layer runs no further.
+        The rest of the layer does not run, and nothing is stored.
         """
         return self._point.probe()
 
     def placed(self) -> tuple[Tensor, Tensor]:
-        """Return this layer's keys and values by slot: [1, num_kv_heads, num_tokens, head_dim], keys rotated.
+        """Return this layer's keys and values by slot: [1, num_kv_heads, num_tokens, head_dim] each, keys rotated.
 
         Nothing has run in this layer yet: a context token has its block's keys and values; the suffix's are
         meaningless.
@@ -121,9 +121,12 @@ Choose = Callable[[Running], "Tensor | None"]
 
 @dataclass(frozen=True)
 class RecomputeMethod(FusionMethod, ABC):
-    """A method that defines only which tokens may run and which of these do run."""
+    """A method that selects tokens of placed passages to run again.
 
-    narrows: ClassVar[bool] = False  # its chooser only drops running tokens, so none can join later
+    narrows: whether its chooser only ever drops running tokens, so that no token joins in a later layer
+    """
+
+    narrows: ClassVar[bool] = False
 
     @abstractmethod
     def candidates(self, context: RecomputeContext) -> Tensor:
@@ -133,7 +136,10 @@ class RecomputeMethod(FusionMethod, ABC):
         """
 
     def chooser(self, context: RecomputeContext) -> Choose | None:
-        """Return a new function to call before every layer; None: the candidates run in all layers."""
+        """Return a function that selects the tokens that run, before every layer of a single pass.
+
+        None: the candidates run in all layers.
+        """
         return None
 
     def prefill(self, request: PrefillRequest) -> PrefillOutput:
@@ -145,9 +151,10 @@ class RecomputeMethod(FusionMethod, ABC):
 
 
 def open_cache(request: PrefillRequest, context: RecomputeContext) -> FusedCache:
-    """Return a cache ordered by slot, with room for the text after all tokens that already have KV.
+    """Return a cache whose entries are ordered by slot.
 
-    Their KV is placed as each layer is reached.
+    When a layer is reached, the KV that exists is placed in it, followed by room for the text's tokens, which `rerun`
+    fills.
     """
     place_known, text = request.place(), context.text_slots()
 
@@ -166,9 +173,11 @@ def rerun(
     choose: Choose | None = None,
     narrows: bool = False,
 ) -> PrefillOutput:
-    """Run the text, and before it the candidates, or those that `choose` selects, layer by layer.
+    """Run the candidates, or in each layer those that `choose` selects, and the text after them.
 
+    cache:      as `open_cache` returns it
     candidates: slots of context tokens, int64, ascending
+    choose:     selects before every layer; None: all candidates run in all layers
     narrows:    see RecomputeMethod
     """
     slots = torch.cat([candidates, context.text_slots()])
@@ -190,7 +199,7 @@ def check_tokens(**options: object) -> None:
 
 
 def edge_spans(span: Span, first_tokens: int, last_tokens: int) -> list[Span]:
-    """Return the first and the last tokens of a span, without empty spans; a single span if they meet."""
+    """Return the spans of a span's first and last tokens, in order: none for no tokens, a single span if they meet."""
     head, tail = min(span.start + first_tokens, span.stop), max(span.stop - last_tokens, span.start)
     found = [span] if tail <= head else [Span(span.start, head), Span(tail, span.stop)]
     return [edge for edge in found if edge.num_tokens]
@@ -206,13 +215,21 @@ def highest(scores: Tensor, count: int) -> Tensor:
 
 
 def chosen(scores: Tensor, slots: Tensor, count: int, always: Tensor) -> Tensor:
-    """Return `count` of the slots, ascending: all of `always`, however many, then those with the highest scores."""
+    """Return at least `count` of the slots, ascending: all of `always`, then those with the highest scores.
+
+    scores: of the slots, in their order
+    """
     first = scores.masked_fill(torch.isin(slots, always), torch.inf)
     return slots[highest(first, max(count, always.shape[0]))]
 
 
 def in_rows(choose: Choose, slots: Tensor, num_candidates: int, narrows: bool = False) -> BeforeLayer:
-    """Adapt `choose` to `lm.run`, which numbers the tokens of the pass by index and includes the suffix."""
+    """Return `choose` as a callback for `lm.run`, which numbers the tokens of a pass by index, the text included.
+
+    slots:          slots of the tokens of the pass: the candidates, then the text
+    num_candidates: number of the candidates
+    narrows:        see RecomputeMethod
+    """
     from ragcache.models.layerwise import RowsToRun
 
     suffix = torch.arange(num_candidates, slots.shape[0], device=slots.device)

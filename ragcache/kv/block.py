@@ -24,11 +24,13 @@ Part = Literal["keys", "values"]
 class Stored(NamedTuple):
     """The memory layout of layers that are alike, for a kernel that reads their numbers by address.
 
-    keys, values: a tensor each, [num_layers, num_kv_heads, num_tokens, head_dim]. Of an encoded block: codes (uint8),
-                  then scales and zero points, with shape [num_layers, num_kv_heads, groups, head_dim] for keys and
-                  [num_layers, num_kv_heads, num_tokens, groups] for values; a number is code * scale + zero
-    key_size:     tokens in a group of the keys
-    value_size:   channels in a group of the values
+    keys, values: the tensors that hold the numbers. A plain block has a single tensor for each, [num_layers,
+                  num_kv_heads, num_tokens, head_dim]. An encoded block has three: the codes, uint8 in this shape, the
+                  scales and the zero points; a number is code * scale + zero. Scales and zero points of the keys are
+                  [num_layers, num_kv_heads, groups, head_dim], those of the values [num_layers, num_kv_heads,
+                  num_tokens, groups]
+    key_size:     number of tokens that share a scale and a zero point in the keys
+    value_size:   number of channels that share a scale and a zero point in the values
     """
 
     keys: tuple[Tensor, ...]
@@ -82,17 +84,17 @@ class KVBlock:
 
     @property
     def num_tokens(self) -> int:
-        """Return how many tokens were read."""
+        """Return the number of the chunk's tokens, including those that some heads of a SparseBlock do not hold."""
         return self.key_shape[2]
 
     @property
     def states(self) -> tuple[StateMap, ...]:
-        """Return what the chunk does to the states of recurrent layers; see `kv/state.py`."""
+        """Return the map of each recurrent layer's state over the chunk (`kv/state.py`); empty without such layers."""
         return ()
 
     @property
     def tokens_by_layer(self) -> tuple[int, ...]:
-        """Return how many tokens each head of a layer holds: all that were read, except in a SparseBlock."""
+        """Return, by layer, how many tokens each head holds: `num_tokens`, except in a SparseBlock."""
         return (self.key_shape[2],) * self.num_layers
 
     @property
@@ -106,22 +108,31 @@ class KVBlock:
 
     @property
     def stored(self) -> list[tuple[Stored, list[int]]] | None:
-        """Return the memory layouts of its numbers, each with its layers; None: only methods can read them."""
+        """Return the memory layouts of the block's numbers, each with the layers that it describes.
+
+        None: the numbers cannot be read by address, but only by `layer_keys`, `copy_keys` and the like.
+        """
         return [(Stored((self.keys,), (self.values,)), [*range(self.num_layers)])]
 
     def places(self, layer: int) -> Tensor | None:
-        """Return which tokens the heads of a layer hold: int64 [num_kv_heads, held], ascending; None: all tokens."""
+        """Return the indices of the tokens that each head of a layer holds: int64 [num_kv_heads, held], ascending.
+
+        None: every head holds all tokens.
+        """
         return None
 
     def layer_keys(self, layer: int) -> Tensor:
-        """Return a layer's keys, [num_kv_heads, held, head_dim], held as in `tokens_by_layer`; read-only."""
+        """Return a layer's keys, [num_kv_heads, held, head_dim], which must not be written to.
+
+        held: the layer's entry in `tokens_by_layer`
+        """
         return self._layer("keys", layer)
 
     def layer_values(self, layer: int) -> Tensor:
         return self._layer("values", layer)
 
     def copy_keys(self, layer: int, out: Tensor) -> None:
-        """Write a layer's keys to `out`, [num_kv_heads, held, head_dim], of any device and float dtype."""
+        """Write a layer's keys to `out`, [num_kv_heads, held, head_dim], on any device and in any float dtype."""
         self._copy("keys", layer, out)
 
     def copy_values(self, layer: int, out: Tensor) -> None:
@@ -246,7 +257,8 @@ class MixedBlock(KVBlock):
 def part_of_block(block: KVBlock, start: int, stop: int) -> KVBlock:
     """Return tokens [start, stop) of a block that holds all of its tokens in every head.
 
-    These tokens were read after those before them. Nothing is copied, unless the block has to be decoded.
+    The result differs from a block of these tokens alone: its tokens have attended to the tokens before `start`. It has
+    no maps of recurrent layers' states. Nothing is copied, unless the block has to be decoded.
     """
     if isinstance(block, MixedBlock):
         return MixedBlock([part_of_block(part, start, stop) for part in block.parts], block.part_of, block.recipe)
@@ -254,7 +266,7 @@ def part_of_block(block: KVBlock, start: int, stop: int) -> KVBlock:
 
 
 def empty_block(shape: CacheShape, num_tokens: int) -> KVBlock:
-    """Return a block of a model's shape, to be filled layer by layer."""
+    """Return a block of a model's shape with uninitialised numbers, to be filled layer by layer."""
 
     def empty(layers: int, heads: int, width: int) -> Tensor:
         return torch.empty(layers, heads, num_tokens, width, dtype=shape.dtype, device=shape.device)

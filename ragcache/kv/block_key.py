@@ -47,8 +47,8 @@ class Recipe:
 
     name:       "isolated" (the chunk alone, from position 0), "prefix" (after the shared prefix, which it attends to),
                 or "primer" (after the shared prefix and the primer, which it attends to and whose KV is dropped)
-    primer:     only for "primer": the primer's ids; or its text, or the name of a shipped primer (`models/primer.py`),
-                which `ModelCard.recipe` turns into ids. Without any ids the recipe is "prefix"
+    primer:     only for "primer": the primer's ids; or its text, or the name of a bundled primer (`models/primer.py`),
+                which `ModelCard.recipe` turns into ids. With an empty list of ids the recipe becomes "prefix"
     bos:        only for "isolated": encode after a lone BOS token whose own KV is dropped, so that the chunk's first
                 tokens do not become attention sinks. Needs a model with a BOS token
     markers:    any number of ids read before the chunk and after it; their KV is part of the block (TurboRAG's markers)
@@ -58,6 +58,8 @@ class Recipe:
     kept:       share of its tokens that each KV head of a block holds, above 0; 1: all. The others are dropped once the
                 model has read the chunk again (KVzip; see `models/kvzip.py`)
     task:       for `kept` below 1: a task or examples, which the model reads after the chunk instead of repeating it
+
+    Raises ConfigError for an unknown name, a value out of range, and fields that do not go together.
     """
 
     name: str = "isolated"
@@ -126,7 +128,10 @@ class Recipe:
 
     @property
     def joins_states(self) -> bool:
-        """Return whether a block's maps of recurrent layers' states cover all of its tokens and no others."""
+        """Return whether recurrent layers' states can be joined over blocks of this recipe.
+
+        Their maps then cover exactly the block's own tokens: none was dropped, and none read before them is included.
+        """
         return self.is_dense and not self.bos and not self.neighbours
 
     @property
@@ -136,12 +141,12 @@ class Recipe:
 
     @property
     def front(self) -> tuple[int, ...]:
-        """Return the ids before every chunk."""
+        """Return the markers before every chunk."""
         return self.markers[0] if self.markers else ()
 
     @property
     def back(self) -> tuple[int, ...]:
-        """Return the ids after every chunk."""
+        """Return the markers after every chunk."""
         return self.markers[1] if self.markers else ()
 
     def __str__(self) -> str:
@@ -155,7 +160,7 @@ class Recipe:
         return f"{self.name!r}" + (f" with {' and '.join(more)}" if more else "")
 
     def before(self, neighbours: Neighbours) -> list[int]:
-        """Return the ids that are read before a chunk: its neighbours, each with its markers.
+        """Return the ids of a chunk's neighbours, each with its markers, in the order in which they are read before it.
 
         Raises ConfigError for more neighbours than the recipe has, and for neighbours that are not lists of ids.
         """
@@ -183,7 +188,7 @@ class Recipe:
         """Return the recipe as JSON, which is part of its blocks' keys.
 
         Unused fields are left out, and a single marker on each side is written as a plain id, so that blocks keep their
-        keys when recipes get new fields.
+        keys when recipes get new fields. Raises ConfigError if the primer is still text.
         """
         found: dict[str, Any] = {"name": self.name, "bos": self.bos}
         if self.markers is not None:
@@ -228,7 +233,7 @@ def block_key(
 
     prefix_ids count only if the recipe sees the prefix: an isolated block serves every prefix. salt separates
     keys: blocks under one salt are never found under another. neighbours count by their ids and order; a recipe without
-    neighbours leaves them out.
+    neighbours leaves them out. Raises ConfigError if the recipe's primer is still text.
     """
     behind = {"neighbours": [list(ids) for ids in neighbours]} if recipe.neighbours else {}
     return digest(

@@ -25,7 +25,7 @@ _SMALL = 512
 class KVBuffers:
     """Buffers by layer: keys and values [1, num_kv_heads, capacity, dim]; positions of the keys, int64 [capacity].
 
-    start: the place of their first token in the pool's arena; None: they are not part of the arena
+    start: slot of their first token in the pool's arena; None: they are not part of the arena
     """
 
     keys: tuple[Tensor, ...]
@@ -61,7 +61,7 @@ class KVBuffers:
 
 
 def capacity_for(num_tokens: int) -> int:
-    """Return how many tokens new buffers hold, for a request of `num_tokens`."""
+    """Return the capacity, in tokens, of the buffers that are allocated for a request of `num_tokens` tokens."""
     step = _SMALL_STEP if num_tokens <= _SMALL else LARGEST_STEP
     return -(-num_tokens // step) * step
 
@@ -70,13 +70,14 @@ class BufferPool:
     """Keeps the buffers of finished requests: fresh pages cost more than the copy into them. Thread-safe.
 
     max_bytes: idle buffers beyond this are freed, the oldest first
-    lane:      a stream that places contexts in the buffers beside the passes; None: they are placed within the passes
+    lane:      the CUDA stream that places contexts in the buffers while other passes run; None: a pass places its own
+               context
     arena:     an allocation from which buffers are cut while it has room, so that a CUDA graph can read any of them;
                None: each buffer is allocated separately
     """
 
     NOWHERE, SINK = 0, 1
-    """Places in the arena: of a token of zeros that is never written, and of a token that is never read."""
+    """Slots of the arena: NOWHERE holds zeros and is never written; SINK takes writes and is never read."""
 
     def __init__(self, shape: CacheShape, max_bytes: int) -> None:
         self.shape = shape
@@ -85,11 +86,11 @@ class BufferPool:
         self.arena: KVBuffers | None = None
         self._taken = bytearray()  # for each _SMALL_STEP tokens of the arena
         self._idle: list[KVBuffers] = []
-        # Re-entrant: the garbage collector may finalise a cache, and so call give(), inside take() or give().
+        # Re-entrant: the garbage collector may finalise a cache, and so call release(), inside acquire() or release().
         self._lock = threading.RLock()
 
     def open_arena(self, num_tokens: int) -> KVBuffers:
-        """Allocate the arena, from which buffers are cut from now on."""
+        """Allocate an arena of `num_tokens` zeroed tokens, cut buffers from it from now on, and return it."""
         arena = KVBuffers.allocate(self.shape, num_tokens)
         for tensor in (*arena.keys, *arena.values, *arena.positions):
             tensor.zero_()
@@ -146,7 +147,7 @@ class SharedContext:
 
     @property
     def start(self) -> int | None:
-        """Return its first token's place in the pool's arena, as in KVBuffers."""
+        """Return the first token's slot in the pool's arena; None: the buffers are not part of the arena."""
         return self._loan.buffers.start
 
     @property

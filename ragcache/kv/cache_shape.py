@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class LayerKind(Enum):
-    """Kinds of layers by the data that they keep. A supported kind has a shape type for `CacheShape.layers`.
+    """Kinds of layers by the data that they keep of the tokens that they have read.
 
-    KV:    keys and values, by head or as a latent for all heads: `LayerShape`
-    STATE: a state that each token changes: `StateShape`
-    OTHER: keys that are selected by a pattern of the layer; not supported
+    KV:    keys and values, by head or as a latent for all heads; their shape is a `LayerShape`
+    STATE: a state that each token changes; its shape is a `StateShape`
+    OTHER: data of any other kind, such as keys selected by a pattern of the layer; not supported
     NONE:  nothing: the layer processes each token by itself
     """
 
@@ -42,7 +42,7 @@ def keeps_state(name: str) -> bool:
 
 
 def layer_kind(name: str) -> LayerKind:
-    """Return the kind of a layer type."""
+    """Return the kind of a layer type; OTHER for a type that is not known here."""
     if keeps_state(name):
         return LayerKind.STATE
     return LayerKind.KV if name in ATTENTION_LAYERS else LayerKind.NONE if name in ("mlp", "moe") else LayerKind.OTHER
@@ -54,7 +54,9 @@ def keeps_kv(name: str) -> bool:
 
 
 def refuse_unbuilt(model: str, kinds: Mapping[str, LayerKind]) -> None:
-    """Raise UnsupportedModelError that names the layers whose data no cache here can hold.
+    """Raise UnsupportedModelError, naming the layer types, if no cache here can hold the data of some layers.
+
+    Layers with a state are refused only in a model that has no layer with keys and values.
 
     model: the model's name in the error
     kinds: the kind of every layer type of the model, by name
@@ -100,11 +102,18 @@ class StateShape(NamedTuple):
     is_matrix: bool = False
 
     def held_bytes(self, itemsize: int) -> int:
-        """Return the bytes of the state itself, which is in float32. itemsize: bytes of a number of the model"""
+        """Return the bytes of the convolution's window, in the model's dtype, and of the state, in float32.
+
+        itemsize: bytes of a number of the model
+        """
         return math.prod(self.conv) * itemsize + (4 * math.prod(self.state) if self.state else 0)
 
     def map_bytes(self, itemsize: int, *, rounded: bool = False) -> int:
-        """Return the most bytes that a block keeps for the layer (`StateMap`). rounded: int8 with a scale a row"""
+        """Return the most bytes that a block's `StateMap` takes for the layer.
+
+        itemsize: bytes of a number of the model
+        rounded:  whether the map is in int8 with a float32 scale for each row; otherwise it is in float32
+        """
         heads, rows, columns = self.state or (0, 0, 0)
         p, q = (1 if rounded else 4), (columns + 4 if rounded else 4 * columns)
         per_row = (p * rows + (4 if rounded else 0) if self.is_matrix else 0) + q
@@ -151,7 +160,10 @@ class CacheShape:
 
     @cached_property
     def map_bytes(self) -> int:
-        """Return the bytes that a block keeps for recurrent layers, whatever its length (fewer if it is very short)."""
+        """Return the bytes of all recurrent layers' maps in a block, not rounded.
+
+        They do not depend on the block's length, unless it is shorter than a convolution's window: then they are fewer.
+        """
         return sum(state.map_bytes(self.dtype.itemsize) for state in self.states)
 
     def rank(self, number: int) -> int:

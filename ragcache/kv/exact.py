@@ -35,7 +35,7 @@ class Exact(Protocol):
 
 
 def place_exact(cache: FusedCache, layer: int, exact: Exact) -> None:
-    """Place a layer's first tokens in a cache; recurrent layers are numbered after the others."""
+    """Place the tokens of `exact` in a layer of a cache; recurrent layers are numbered after the others."""
     rank = layer - len(cache.lengths)
     if rank >= 0:
         cache.states[rank] = exact.states[rank] if exact.num_tokens else None
@@ -46,7 +46,7 @@ def place_exact(cache: FusedCache, layer: int, exact: Exact) -> None:
 
 @dataclass(frozen=True, eq=False)
 class ExactBlock:
-    """The isolated block of these tokens, whose keys are rotated as they are copied."""
+    """An `Exact` made of an isolated block of the prompt's first tokens, whose keys are rotated as they are copied."""
 
     block: KVBlock
     rope: Rope
@@ -69,8 +69,8 @@ class ExactBlock:
 def read_cache(cache: FusedCache | SharedContext) -> Read:
     """Return a `read` function for `PrefixCache.insert`, over a cache whose layers hold positions 0 to n - 1.
 
-    The positions may be in any order. The cache's base is read separately: joined with the cache's own tokens it would
-    be copied for every page.
+    The cache may hold these positions in any order. The cache's base and the tokens after it are read separately,
+    because joining them would copy both for every page.
     """
     order: dict[int, Tensor] = {}
 
@@ -85,13 +85,16 @@ def read_cache(cache: FusedCache | SharedContext) -> Read:
 
 
 def states_behind(cache: FusedCache | SharedContext, num_tokens: int) -> list[State]:
-    """Return the states of recurrent layers after `num_tokens` tokens if the cache holds just these; else none."""
+    """Return the states of recurrent layers after `num_tokens` tokens; none if the cache holds more or fewer tokens."""
     held = cache.num_tokens if isinstance(cache, SharedContext) else cache.get_seq_length()
     return [state for state in cache.states if state is not None] if held == num_tokens else []
 
 
 def _gathered(parts: Sequence[Tensor], index: Tensor) -> Tensor:
-    """Return tokens by index into consecutive parts, each [num_kv_heads, num_tokens, head_dim]."""
+    """Return the tokens at `index`, as if the parts, [num_kv_heads, num_tokens, head_dim] each, were concatenated.
+
+    The result is [num_kv_heads, len(index), head_dim]. Only the tokens at `index` are copied.
+    """
     out = parts[-1].new_empty(parts[-1].shape[0], index.shape[0], parts[-1].shape[2])
     start = 0
     for part in parts:

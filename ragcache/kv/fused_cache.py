@@ -184,9 +184,8 @@ class FusedCache(Cache):  # type: ignore[misc]
     def places(self, num_tokens: int) -> tuple[int, int, int, int] | None:
         """Make room for `num_tokens` more tokens, and return where the cache's tokens are in the pool's arena.
 
-        The result is the place of the base's first token, the base's number of tokens, the place of the cache's own
-        first token, and the number of all tokens including the new ones. The context is placed, or its placing has been
-        queued.
+        Returns the slot of the base's first token, the base's number of tokens, the slot of the first token after the
+        base, and the number of all tokens including the new ones. The context is placed before, or queued to be placed.
 
         Returns None if the tokens are not in the arena, differ from layer to layer or head to head, or if scores are
         changed.
@@ -241,7 +240,10 @@ class FusedCache(Cache):  # type: ignore[misc]
         return self.states[rank]
 
     def narrow(self, rows: Tensor | None) -> None:
-        """Let only these of the announced tokens come from now on: int64 [num_rows]; None: all."""
+        """Restrict the pass to some of the announced tokens, from the next layer on.
+
+        rows: int64 [num_rows], their indices among the announced tokens; None: all
+        """
         self._rows = rows
 
     @torch.inference_mode()  # buffers may have been made in a pass
@@ -285,7 +287,8 @@ class FusedCache(Cache):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         """Write the new tokens' rotated keys and values; the model's attention calls this.
 
-        Returns all keys and values of the layer (only those of the tokens after its `base`).
+        Returns the keys and values of all of the layer's tokens after `base`, the new ones included. While `probing`,
+        nothing is written and the arguments are returned.
         """
         num_tokens, layer_idx = key_states.shape[2], self._pool.shape.rank(layer_idx)
         if self.probing:
@@ -327,7 +330,7 @@ class FusedCache(Cache):  # type: ignore[misc]
         return self._buffers.keys[layer][:, :, :end], self._buffers.values[layer][:, :, :end]
 
     def ensure(self, layer: int) -> None:
-        """Place a layer's context, or make the current stream wait for the lane that places it."""
+        """Place a layer's context if it is not placed yet, or make the current stream wait for the lane to place it."""
         if self.fill is not None and not self._filled[layer]:
             started = time.perf_counter()
             if self._pool.lane is None or layer >= len(self.lengths):  # states are computed by the current stream
@@ -362,7 +365,7 @@ class FusedCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()  # buffers may have been made in a pass
     def make_room(self, num_tokens: int) -> int:
-        """Make room for `num_tokens` more tokens, in larger buffers if necessary. Returns the tokens that fit."""
+        """Make room for `num_tokens` more tokens, in larger buffers if necessary. Return how many tokens fit now."""
         used = self.own_tokens
         if used + num_tokens > self.capacity:
             self._move_to(self._pool.acquire(used + num_tokens))
@@ -384,7 +387,7 @@ class FusedCache(Cache):  # type: ignore[misc]
             self._move_to(self._pool.acquire(self.capacity))
 
     def _own_base(self) -> None:
-        """Copy the base's tokens into own buffers, before the own tokens."""
+        """Copy the base's tokens and the cache's own tokens after them into new buffers, and drop the base."""
         if self.base is None:
             return
         new = self._pool.acquire(self.base.num_tokens + self.capacity)

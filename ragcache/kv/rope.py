@@ -43,8 +43,8 @@ class Rope:
               pass to the module if it takes a layer type (Gemma 3); None: the layer does not rotate
     apply:    the family's apply_rotary_pos_emb(q, k, cos, sin)
     key_dims: width of a key by layer
-    longest:  the most positions that a module is called with, because some modules change all their angles beyond
-              (LongRoPE)
+    longest:  number of positions beyond which some modules change all of their angles (LongRoPE): a module is called
+              with more positions only if a caller needs an angle beyond it
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Rope:
 
     def _apply(self, keys: Tensor, angles: Angles) -> Tensor:
         cos, sin = angles.cos, angles.sin
-        if cos.dim() == 3:  # the family's function takes other positions for each row of a batch: heads become rows
+        if cos.dim() == 3:  # the family's function allows different positions by row of a batch: heads become rows
             keys4 = keys.reshape(-1, 1, *keys.shape[-2:])
             repeats = keys4.shape[0] // cos.shape[0]
             cos, sin = cos.repeat(repeats, 1, 1), sin.repeat(repeats, 1, 1)
@@ -170,7 +170,7 @@ def takes_layer_type(rotary: nn.Module) -> bool:
 
 
 def ask(source: Source, like: Tensor, positions: Tensor) -> Any:
-    """Call a rotary module at positions [batch, num_tokens], for the dtype and device of `like`."""
+    """Return a rotary module's output at positions [batch, num_tokens], in the dtype and on the device of `like`."""
     module, layer_type = source
     return module(like, positions) if layer_type is None else module(like, positions, layer_type)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SparseBlock(KVBlock):
-    """A block whose layers are alike, and whose heads hold equally many, but not the same tokens; see `keep`.
+    """A block whose layers are alike, and whose heads hold equally many tokens, but different ones; see `keep`.
 
     held: the heads' keys and values, [num_layers, num_kv_heads, held, head_dim], in the tokens' order, encoded or not
     bits: which tokens each head holds, uint8 [num_layers, num_kv_heads, ceil(num_tokens / 8)]; see `pack_mask`
@@ -31,7 +31,7 @@ class SparseBlock(KVBlock):
         object.__setattr__(self, "recipe", recipe)  # the block's field is frozen
         layers, heads, count, _ = held.key_shape
         if bits.dtype != torch.uint8 or tuple(bits.shape) != (layers, heads, -(-num_tokens // 8)):
-            raise DamagedBlockError("which tokens the heads of a block hold is not a bit a token")
+            raise DamagedBlockError("the bits of a block must state by a bit for each token whether a head holds it")
         mask = unpack_mask(bits, 8 * bits.shape[2])
         if bool((mask[..., :num_tokens].sum(2) != count).any() or mask[..., num_tokens:].any()):
             raise DamagedBlockError(f"a head of a block does not hold {count} of its {num_tokens} tokens")

@@ -44,7 +44,8 @@ class State(NamedTuple):
 class StateMap:
     """How a chunk changes the state of a recurrent layer: S becomes P S + Q.
 
-    p:    [num_heads, rows, rows], or [num_heads, 1, 1] for a number a head; None if the layer has no state
+    p:    [num_heads, rows, rows], or [num_heads, 1, 1] if it is a single number for each head; None if the layer has no
+          state
     q:    [num_heads, rows, columns]
     tail: the convolution's last inputs, [channels, min(num_tokens, width)]
     p_scales, q_scales: [num_heads, rows, 1], of p and q in int8; None if p or q is not in int8 (see `rounded`)
@@ -68,7 +69,10 @@ class StateMap:
         return replace(self, **{name: change(tensor) for name, tensor in self.tensors.items()})
 
     def rounded(self) -> StateMap:
-        """Return the map in int8 with a scale a row; the tail, and rows of a single number, stay unchanged."""
+        """Return the map in int8, with a float32 scale for each row.
+
+        The tail, rows of a single number, and tensors that are in int8 already stay unchanged.
+        """
         found: dict[str, Tensor] = {}
         for name, tensor in self.tensors.items():
             if name in ("p", "q") and tensor.is_floating_point() and tensor.shape[-1] > 1:
@@ -79,7 +83,7 @@ class StateMap:
 
     @property
     def bound(self) -> float:
-        """Return how much rounding may have changed a number; 0.0 for a map that is not rounded."""
+        """Return the largest absolute error of a number in a rounded map; 0.0 for a map that is not rounded."""
         steps = [float(scales.max()) for scales in (self.p_scales, self.q_scales) if scales is not None]
         return max(steps, default=0.0) * (0.5 + 2.0**-12)
 
@@ -106,9 +110,10 @@ class StateMap:
 
 
 def compose(before: State | None, maps: Sequence[StateMap], width: int, device: torch.device) -> State:
-    """Return the state after chunks in this order.
+    """Return the state after chunks in this order, on `device`, for a batch of one.
 
     before: the state before the first chunk; None: there are no earlier tokens
+    maps:   the chunks' maps, on any device
     width:  width of the convolution's window
     """
     state, tails = (None, []) if before is None else (before.state, [before.conv[0]])

@@ -5,12 +5,12 @@
     adapter_config.json, adapter_model.safetensors   matrices and rows, in peft's own files
     tokenizer files       the base's, with the added tokens
 
-The matrices are merged into the base's weights (version 2), or act on passages alone (version 3). peft reads them over
-a base with room for the ids.
+The matrices are merged into the base's weights (version 2), or act on passages alone (version 3). To load them by peft,
+first resize the base's embedding to hold the added ids.
 
-`ragcache train` writes it (--lora-rank) and `load_lm` loads it as a model: the base with room for the ids,
-their rows and the section, and the matrices. Fingerprint, block keys and methods then treat it like any other
-model.
+`ragcache train --lora-rank` writes an adapter. `load_lm` loads it as a model: the base with a resized embedding, the
+trained rows, the section in its configuration, and the matrices. Fingerprint, block keys and methods then treat it like
+any other model.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ class Base:
     """The model that an adapter belongs to.
 
     name:       bundled name, absolute path or hub id
-    checkpoint: digest of its weights and configuration (`models/load.py`)
-    num_layers, hidden_size, vocab_size: of its configuration
-    num_tokens: of the tokenizer with the added tokens; 0 for none
+    checkpoint: digest of its weights and configuration (`models/checkpoint_digest.py`)
+    num_layers, hidden_size, vocab_size: from its configuration
+    num_tokens: number of tokens of its tokenizer, with the added tokens; 0: it has no tokenizer
+
+    Raises ValueError for a field of another type.
     """
 
     name: str
@@ -62,8 +64,10 @@ class Base:
 class Adapter:
     """The contents of adapter.json.
 
-    directory: the adapter's directory; spec: the way of reuse that it was trained for
-    tokens:    the added tokens by ascending id; empty in the first adapters
+    directory: the adapter's directory
+    base:      the model that it was trained over
+    spec:      the way of reuse that it was trained for
+    tokens:    the added tokens by ascending id; empty in the first adapters, which do not state them
     on_passages: whether the matrices act on passages alone
     """
 
@@ -130,7 +134,10 @@ class Adapter:
                 )
 
     def check_base(self, checkpoint: str | None) -> None:
-        """Raise AdapterError if the base's files differ in digest from those that it was trained with."""
+        """Raise AdapterError if the base's files are not those that the adapter was trained with.
+
+        checkpoint: the `checkpoint_digest` of the base's files; None: there are no such files
+        """
         if checkpoint != self.base.checkpoint:
             digests = f"{self.base.checkpoint[:12]}, and these are {(checkpoint or 'nowhere')[:12]}"
             raise AdapterError(
@@ -177,7 +184,10 @@ class Adapter:
         return found
 
     def rows(self) -> dict[int, Tensor]:
-        """Load the trained rows by id, ascending: float32 [hidden_size]. Raises AdapterError if they cannot be used."""
+        """Load the trained rows of the embedding, float32 [hidden_size] each, by ascending id.
+
+        Raises AdapterError if they are missing or damaged.
+        """
         expected = self.added_ids
         if not expected:
             return {}
@@ -202,7 +212,7 @@ def write_adapter(
 ) -> None:
     """Write adapter.json, which makes a directory with peft's files an adapter.
 
-    tokenizer: with the added tokens
+    tokenizer: the base's, with the added tokens; None: no tokens are stated
     on_passages: whether the matrices act on passages alone
     """
     content: dict[str, Any] = {"version": ON_PASSAGES if on_passages else MERGED, "base": asdict(base)}

@@ -52,8 +52,8 @@ Pair = tuple[Tensor, Tensor]
 NAME = "ragcache"
 RANK = "ragcache_rank"
 """Attribute of attention modules in recurrent models: their index among the layers that keep keys and values."""
-# Rows that share one mask. With more rows, more of them attend to keys that only the last row can see. A GPU repeats
-# the KV heads for every span, so it gets few spans.
+# Rows that share a mask. The more rows share it, the more keys they attend to that only the last of them can see. A
+# GPU repeats the KV heads for every span, so it gets few spans.
 CPU_SPAN_ROWS = 128
 GPU_SPAN_ROWS = 1024
 SCORES_AT_ONCE = 1 << 24  # attention weights that are computed together: 64 MiB
@@ -101,9 +101,10 @@ class Projected(NamedTuple):
     window: int | None
 
     def weights(self, key: Tensor, key_positions: Tensor) -> Iterator[Tensor]:
-        """Yield weights summed over heads, float32 [rows, length], a few rows at a time to save memory.
+        """Yield attention weights summed over heads, float32 [rows, length], a few rows at a time to save memory.
 
-        key: [1, num_kv_heads, length, head_dim], rotated, the keys of the softmax; each row sees some of them
+        key: [1, num_kv_heads, length, head_dim], rotated: all keys of the softmax; each row sees those at or before its
+             position and within the window
         """
         query, positions = self.query, self.positions
         step = max(1, SCORES_AT_ONCE // (query.shape[1] * key.shape[2]))
@@ -272,9 +273,9 @@ def _identity_angles(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def hook_latent(module: nn.Module, rotary: int, rank: int) -> None:
-    """Make a latent layer leave its cached latents as they are in fused passes, for attention in the cheaper form.
+    """Make a latent layer pass its latents on unexpanded in fused passes, so that attention chooses the cheaper form.
 
-    rotary, rank: widths of its rotary key and its latent
+    rotary, rank: widths of the layer's rotary key and its latent
     """
     setattr(module, ABSORBED, absorbed_of(module, rotary, rank))
     setattr(module, LATENT, MethodType(_expand_later, module))
@@ -379,7 +380,7 @@ def _attend_members(
     A context that several caches share is read once for all of their rows (Hydragen, arXiv 2402.05099), unless
     some rows must see all keys at once.
 
-    own: keys and values of all heads in a single member's cache, without its base; None: read them from the cache
+    own: keys and values of all heads that a single member's cache has returned; None: they are read from the caches
     """
     layer = layer_of(module)
     outs: list[Tensor] = [rows[0]] * len(members)
@@ -476,7 +477,7 @@ def _observe(current: FusedPass, layer: int, query: Tensor, key: Tensor, window:
 def _spans(
     current: FusedPass, layer: int, positions: Tensor, length: int, window: int | None, dtype: torch.dtype
 ) -> list[RowSpan]:
-    """Return the pass's mask, cut into spans of rows so that keys after a span's last row cost nothing."""
+    """Return the pass's mask in spans of rows, each without the keys that no row of the span can see."""
     _, _, key_positions = current.cache.layer_state(layer)
     made = current.masks.get((window, length))
     if made is not None and (current.cache.is_even or torch.equal(made[0], key_positions)):

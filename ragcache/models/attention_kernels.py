@@ -48,7 +48,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
 
     query: [batch, num_heads, num_rows, head_dim]; key, value: [batch, num_kv_heads, length, head_dim].
     mask: see `additive`; None: every key is visible, or with `causal` each row sees the keys up to its own
-    causal: with as many keys as rows
+    causal: whether each row sees only the keys up to its own; there are as many keys as rows
 
     Returns [batch, num_heads, num_rows, head_dim].
     """
@@ -97,13 +97,16 @@ class PartialAttention(NamedTuple):
 
 
 def has_kernel(key: Tensor, value: Tensor, scoring: Scoring) -> bool:
-    """Return whether a kernel computes a part of attention (sinks aside); otherwise the weights take memory."""
+    """Return whether a kernel can compute `attend_part` for these keys; otherwise it holds all weights in memory.
+
+    Sinks do not matter, because they are applied to the merged parts.
+    """
     no_changes = scoring.softcap is None and scoring.adjust is None
     return no_changes and key.device.type == "cpu" and key.shape[3] == value.shape[3]
 
 
 def attend_own(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> PartialAttention | None:
-    """Compute `attend_last` in a single part, by our own kernel; None where it is not available."""
+    """Compute `attend_last` by our own kernel; return None if the kernel is not available for these tensors."""
     attended = None
     if has_kernel(key, value, scoring):
         attended = attend_on_cpu(query, key, value, query.shape[2], scoring.scaling)
@@ -111,10 +114,10 @@ def attend_own(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> P
 
 
 def attend_last(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> PartialAttention:
-    """Compute the attention of the last keys' own tokens, each of which sees all keys up to its own; see `attend_part`.
+    """Compute the attention of rows whose own keys are the last keys, so that each row sees all keys up to its own.
 
-    Where PyTorch computes it, in two parts, earlier keys without a mask and own keys: for 1,024 rows after 5,000 tokens
-    this takes half the time of a single part with a mask.
+    PyTorch's kernels compute it in two parts, the earlier keys, which need no mask, and the rows' own keys: for 1,024
+    rows after 5,000 tokens this takes half the time of a single part with a mask. See `attend_part` for the result.
     """
     if query.shape[2] == 1:
         return attend_part(query, key, value, False, scoring)
@@ -130,7 +133,7 @@ def attend_last(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> 
 def attend_part(query: Tensor, key: Tensor, value: Tensor, causal: bool, scoring: Scoring) -> PartialAttention:
     """Compute `attend` over some of the keys, without the sinks and score changes that apply to all keys together.
 
-    causal: as many keys as rows, each row sees the keys up to its own; False: every row sees every key
+    causal: whether each row sees only the keys up to its own, of as many keys as rows; False: every row sees every key
     """
     if has_kernel(key, value, scoring):
         attended = _attend_causally if causal else _attend_folded

@@ -16,10 +16,10 @@ _ARGUMENTS = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 7 + [ctypes.c_float]
 
 @cache
 def prepare() -> ctypes.CDLL | None:
-    """Return the kernel's library, compiled before if necessary.
+    """Return the kernel's library, which is compiled first if necessary; None if the kernel is not used here.
 
-    None: it cannot be compiled, or PyTorch's own kernels are as good, since the processor has no AVX512-BF16, or has
-    AMX, which PyTorch uses.
+    It is not used if it cannot be compiled, and if PyTorch's own kernels are as good: on a processor without
+    AVX512-BF16, or with AMX, which PyTorch uses.
     """
     if not torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
         return None
@@ -35,8 +35,8 @@ def attend_on_cpu(
     """Compute softmax(q k^T * scaling) v and the logarithm of the softmax's denominator, without a mask.
 
     query: [batch, num_heads, num_rows, head_dim]; key, value: [batch, num_kv_heads, length, head_dim]
-    num_own: 0: every row sees every key; else the number of rows, whose own keys are the last ones: each row sees the
-             keys up to its own
+    num_own: 0: every row sees every key; num_rows: the rows' own keys are the last keys, and each row sees the keys up
+             to its own
 
     Returns float32 [batch, num_heads, num_rows, head_dim] and [batch, num_heads, num_rows]; None if the kernel does
     not support these tensors, or is not available.

@@ -45,7 +45,7 @@ class BlockModel(ModelCard, ABC):
         is_needed: Callable[[], bool] | None = None,
         neighbours: Sequence[Neighbours] | None = None,
     ) -> list[KVBlock]:
-        """Run the model over each chunk alone and return one block per chunk; see `LanguageModel.encode`."""
+        """Encode each chunk as `recipe` states and return their blocks, in order; see `LanguageModel.encode`."""
 
     def read(self, ids: Sequence[int]) -> Exact | None:
         """Return the KV of a text from position 0 on, to be passed to `encode`; None if `encode` keeps it itself."""

@@ -120,9 +120,9 @@ class ModelCard:
             raise PromptError(f"{subject} holds token id {bad}; {self.name} has ids 0 to {self.vocab_size - 1}")
 
     def check_text(self, text: str, subject: str) -> None:
-        """Raise ContextTooLongError if a text has far more tokens than the model reads, before tokenising all of it.
+        """Raise ContextTooLongError if a text has far more tokens than the model reads, without tokenising all of it.
 
-        Raises PromptError for half of a surrogate pair.
+        A text that passes may still have too many tokens. Raises PromptError for half of a surrogate pair.
         """
         check_text(text)
         if len(text) > self.max_positions * self._longest_token or exceeds(text, self.max_positions, self.count_text):
@@ -133,7 +133,10 @@ class ModelCard:
 
     @cached_property
     def _longest_token(self) -> int:
-        """Return the characters of the longest token: a text of more for each position certainly does not fit."""
+        """Return the number of characters of the longest token.
+
+        A text with more characters than that for each position certainly does not fit.
+        """
         return max(map(len, self.tokenizer.get_vocab()), default=1)
 
     def count_text(self, text: str) -> int:
@@ -152,9 +155,10 @@ class ModelCard:
 
 
 def longest_alike(text: PreTrainedConfig) -> tuple[int, str]:
-    """Return the number of positions at which a passage reads the same, and an error text for the limit.
+    """Return the number of positions within which the model computes the same KV before RoPE for a passage wherever it
+    begins, and the words that an error adds about this limit.
 
-    Beyond them, reading a token depends on its final position, so KV that was computed earlier would be wrong.
+    Beyond the limit a token's KV depends on its final position, so KV that was computed at another would be wrong.
     """
     ends = [(int(getattr(text, "max_position_embeddings", 0)) or 1 << 20, "")]
     stated = getattr(text, "rope_parameters", None) or {}

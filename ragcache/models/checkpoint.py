@@ -33,12 +33,19 @@ from ragcache.models.named import CONFIG
 from ragcache.models.support import unsupported
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-LOADED = "loaded:"  # begins the name of a model that was not loaded here
+LOADED = "loaded:"  # begins the name of a model that the caller gave as an object, which cannot be loaded by name
 # The errors of transformers and the readers of its formats for unusable files.
 UNREADABLE = (OSError, ValueError, KeyError, IndexError, RuntimeError, SafetensorError, struct.error)
 
 
 def load_config(where: str, name: str | Path) -> PreTrainedConfig:
+    """Load the configuration of the model at `where`: a directory, hub id or GGUF file.
+
+    name: the name that the caller gave, for errors
+
+    Raises ModelNotFoundError; UnsupportedModelError for a model that needs Python code of its own, or a GGUF file whose
+    architecture or keys are not supported.
+    """
     place, file = split_file(where)
     if not file and Path(where).exists() and not (Path(where) / "config.json").is_file():
         files = sorted(path.name for path in Path(where).glob(f"*{GGUF}"))
@@ -74,6 +81,11 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def load_weights(where: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Load the model at `where`, with ragcache's attention and without gradients.
+
+    Raises ModelNotFoundError if weights are missing or are not of this configuration, UnsupportedModelError for a kind
+    of model that cannot be loaded.
+    """
     place, file = split_file(where)
     try:
         model, report = auto_class(config).from_pretrained(
@@ -117,6 +129,10 @@ def _other_weights(where: str, config: PreTrainedConfig, reason: str) -> ModelNo
 
 
 def load_tokenizer(where: str) -> Tokenizer | None:
+    """Load the tokenizer at `where`; return None if no tokenizer is there.
+
+    Raises UnsupportedModelError if it needs Python code of its own.
+    """
     place, file = split_file(where)
     found = (path for name in TOKENIZER_FILES for path in Path(place).glob(name))
     if Path(place).is_dir() and not file and not any(found):
@@ -166,6 +182,7 @@ def refuse_own_code(where: str, name: str, error: Exception) -> None:
 
 
 def load_generation(where: str) -> GenerationConfig | None:
+    """Load the generation configuration at `where`; return None if no such file is there."""
     place, file = split_file(where)
     if file:
         return GenerationConfig(eos_token_id=end_ids(read_header(Path(where))) or None)

@@ -1,5 +1,6 @@
-"""A digest of a checkpoint's files that needs no model: it compares the model that another engine loads with the model
-that a store was made with.
+"""A digest of a checkpoint's files, which needs no loaded model.
+
+It shows whether another engine loads the model that a store was made with, and whether an adapter has its own base.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ def checkpoint_digest(name: str) -> str | None:
     """Return the SHA-256 over the weights' and the configuration's bytes.
 
     The digest of an adapter that acts on passages alone covers its base's digest, its matrices and its rows. Returns
-    None if the model is neither a directory here nor in the hub's cache, or is merged while it is loaded.
+    None if the model is neither a directory here nor in the hub's cache, or is an adapter that is merged into its base
+    when it is loaded, since its weights are in no file.
 
     name: a directory or hub id, or a GGUF file in one of these
 

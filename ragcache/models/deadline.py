@@ -1,4 +1,4 @@
-"""The caller of a request and the time that it waits: a deadline, and an event by which it gives up."""
+"""A request's caller, and the conditions that end the request without an answer: a deadline and a cancellation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEAST_POLL_S = 0.005
 
 
 CALLER: ContextVar[str] = ContextVar("ragcache_caller", default="")
-"""Id of the key that a request came with, among which the server and the model share their time; "": no key."""
+"""Id of the API key that a request came with; "": no key. Server and model divide their time fairly among these ids."""
 
 
 @dataclass(frozen=True, eq=False)

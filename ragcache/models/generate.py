@@ -43,9 +43,10 @@ def decode(
     scores:     gets each token's log-probabilities before the token is yielded, if the sampling requests them
     limit:      when to give up
     most:       largest number of tokens in the answer, besides the other limits
-    thoughts:   wraps the answer's form, if any, so that it applies after the model's thoughts (`ThoughtLimit`)
-    room:       number of tokens that memory is reserved for before `more` is called; None: all
-    more:       waits for memory, in the thread that reads the answer; returns the number of tokens granted
+    thoughts:   returns a form that applies the given form, if any, only after the model's thoughts (`ThoughtLimit`)
+    room:       number of answer tokens that memory is already reserved for; None: for all
+    more:       called in the thread that reads the answer once `room` is used up: waits for memory, and returns for how
+                many further tokens it was granted; None: memory suffices
 
     Steps of sequences that are decoded at the same time share forward passes, and continue while the caller processes
     earlier tokens. Raises the errors of `limit`, and ConfigError for a form that cannot be enforced on the model.
@@ -98,7 +99,7 @@ class Detokenizer:
         return self._emit(self._text(), final=False)
 
     def finish(self) -> str:
-        """Return the text that is still held back."""
+        """Return the text that is still held back; "" after a stop string."""
         return "" if self.stop else self._emit(self._text(), final=True)
 
     def _text(self) -> str:

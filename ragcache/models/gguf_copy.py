@@ -30,6 +30,7 @@ Say = Callable[[str], None]
 
 
 def refuse_without_readers() -> None:
+    """Raise ConfigError if a package that reads GGUF files is not installed."""
     for package in READERS:
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f'reading GGUF files takes the package {package}; run: pip install "ragcache-kv[gguf]"')
@@ -38,7 +39,9 @@ def refuse_without_readers() -> None:
 def make(place: Path, fill: Callable[[Path], None]) -> None:
     """Make a model's directory, under a lock, unless another process has made it meanwhile.
 
-    fill: writes the files into a directory that replaces `place` once they are complete
+    fill: writes the files into the directory that it gets, which replaces `place` once it has returned
+
+    Raises filelock's Timeout if another process holds the lock for LOCK_S seconds, OSError, and the errors of `fill`.
     """
     place.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{place}.lock", timeout=LOCK_S):
@@ -94,7 +97,12 @@ def convert(gguf: Path, into: Path) -> None:
 
 
 def copy_of(file: Path, say: Say) -> str:
-    """Return the directory of a GGUF file's copy, made if absent; the file itself if no copy can be kept."""
+    """Return the directory of a GGUF file's copy, made if absent; the file itself if no copy can be kept.
+
+    say: called with a message before the file is converted
+
+    Raises ConfigError if a package that reads GGUF files is missing, and the errors of `convert`.
+    """
     refuse_without_readers()
     place = models_home()
     try:
@@ -124,7 +132,7 @@ def _refuse_without_room(file: Path, place: Path) -> None:
 
 
 def known_sha256(file: Path) -> str:
-    """Return the SHA-256 of a file, which is read again only if its size, inode or times have changed."""
+    """Return the SHA-256 of a file, in hex. The file is read again only if its size, inode or times have changed."""
     stat, path = file.stat(), str(file.resolve())
     mark = [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]
     memory = models_home() / DIGESTS

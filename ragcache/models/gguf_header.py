@@ -22,7 +22,8 @@ class TensorPlace(NamedTuple):
     """A tensor in the file.
 
     shape: outermost dimension first
-    start: offset in the file
+    kind:  GGUF's number of the tensor's type
+    start: offset in the file, in bytes
     """
 
     shape: tuple[int, ...]

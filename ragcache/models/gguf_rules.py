@@ -25,6 +25,8 @@ def ignored(header: Header, config: PreTrainedConfig, value: Any) -> None:
 
 
 def only(*values: Any) -> Rule:
+    """Return a rule that accepts these values alone."""
+
     def rule(header: Header, config: PreTrainedConfig, value: Any) -> None:
         if value not in values:
             raise RefusalError("no model that ragcache reads from GGUF computes this")
@@ -35,7 +37,7 @@ def only(*values: Any) -> Rule:
 def sets(*attributes: str, off: Any = None) -> Rule:
     """Return a rule that sets the first of these attributes that the configuration has.
 
-    off: the value that needs no such attribute
+    off: the value that is accepted if the configuration has none of them, since it means that the setting is off
     """
 
     def rule(header: Header, config: PreTrainedConfig, value: Any) -> None:

@@ -66,7 +66,7 @@ SPLITS: dict[str, tuple[str, ...]] = {
 
 
 WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
-"""Pre-tokenizers whose pieces become tokens directly if the vocabulary has them, whatever the merges say."""
+"""Pre-tokenizers under which a piece that is in the vocabulary becomes a single token, without applying merges."""
 
 
 def _splits_of_transformers() -> frozenset[str]:

@@ -34,8 +34,10 @@ from ragcache.models.support import same
 from ragcache.runtime import during
 
 log = logging.getLogger(__name__)
+# ARENA_SHARE: share of the bytes for graphs that is used for KV; the rest is the graphs' scratch memory. DEFAULT_SHARE:
+# share of the device's free memory that is used for both by default.
 ARENA_SHARE, DEFAULT_SHARE = 0.75, 0.125
-WARM_S = 10.0
+WARM_S = 10.0  # after this time no further bucket is recorded
 PART_LAYERS = 4  # later layers' KV may be on its way while these run
 
 
@@ -105,7 +107,7 @@ class CudaRecorder:
 class GraphedPasses:
     """Recorded passes of a model, and `forward`, which replaces `run_pieces`.
 
-    recorded: by bucket, the pass with the tensor of numbers that it reads
+    recorded: by bucket, the tensor of numbers that the recorded pass reads, and the pass
     """
 
     def __init__(self, lm: LanguageModel, num_bytes: int, recorder: CudaRecorder) -> None:
@@ -139,7 +141,7 @@ class GraphedPasses:
         return run_pieces(self._model, pieces)
 
     def _places(self, pieces: Sequence[ScheduledTokens]) -> list[tuple[int, int, int, int]]:
-        """Return the place of each piece's KV; an empty list if a graph cannot read all pieces."""
+        """Return each piece's place in the arena (`FusedCache.places`); an empty list if a graph cannot read all."""
         found = [piece.run.cache.places(piece.num_tokens) for piece in pieces if piece.run.ordered]
         places = [place for place in found if place is not None]
         return places if len(places) == len(pieces) else []
@@ -170,7 +172,10 @@ class GraphedPasses:
         return list(out[: len(pieces)].clone().unbind(0))
 
     def _run(self, bucket: Bucket, inputs: Tensor, before_layer: BeforeLayer) -> Tensor:
-        """Run the pass to be recorded. A row's new tokens are its last ones, after its padding."""
+        """Run the pass that is recorded, and return its logits, float32 [rows, vocab_size].
+
+        In each row of `tokens` tokens the padding comes first, then the new tokens.
+        """
         rows, tokens, context = bucket
         count = rows * tokens
         ids, positions, slots = inputs[: 3 * count].view(3, count)
@@ -203,9 +208,9 @@ class GraphedPasses:
             self._compare(lm, bucket)
 
     def _compare(self, lm: LanguageModel, bucket: Bucket) -> None:
-        """Read the last tokens of random prompts both ways.
+        """Run the last tokens of random prompts by the recorded pass and by a plain pass.
 
-        Raises ArithmeticError if the results differ by more than rounding.
+        Raises ArithmeticError if the results differ by more than rounding, ConfigError if the arena is too small.
         """
         ids = torch.randint(lm.vocab_size, (bucket.rows, 2 * MOST_TOKENS), generator=torch.Generator().manual_seed(0))
         positions = torch.arange(2 * MOST_TOKENS, device=lm.device)

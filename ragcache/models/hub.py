@@ -15,9 +15,9 @@ ADAPTER = "adapter.json"
 GGUF = ".gguf"
 BLOB = "sha256-"  # begins the name of each file that Ollama keeps
 BUNDLED = {"mini": "mini", "mini-base": "mini_base"}
-"""Name -> directory inside the package."""
+"""Name of a bundled model -> directory inside the package."""
 ADAPTERS = {"smollm2-reuse": "smollm2_reuse"}
-"""The same of adapters, whose base is fetched."""
+"""Name of a bundled adapter, whose base is fetched -> directory inside the package."""
 
 
 def resolve(name: str | Path) -> str:

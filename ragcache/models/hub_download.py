@@ -14,6 +14,14 @@ HUB_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.safetenso
 
 
 def pull_hub(name: str, where: str, say: Callable[[str], None]) -> Path:
+    """Fetch a model from the hub, and return its directory or GGUF file on this machine.
+
+    name: the name that the caller gave, for errors
+    where: hub id, or `hub id/file.gguf`
+    say:  called with a progress message
+
+    Raises ModelNotFoundError.
+    """
     place, file = split_file(where)
     refuse_absent(place, name, BUNDLED)
     say(f"Fetching {where} from the hub ...")

@@ -1,10 +1,11 @@
 """Selection of the keys and values of a chunk to keep: KVzip (Kim et al., arXiv 2505.23416).
 
 The model is prompted to repeat the chunk and reads the repetition after the chunk's own KV. The score of a key-value
-pair is the largest attention that it receives in this, over all rows and the query heads of its KV head (section
-3): a pair that the model does not need to repeat the text is not needed by any question either. No questions are used.
+pair is the largest attention weight that it receives in this pass, over all rows and the query heads of its KV head
+(section 3): a pair that the model does not need to repeat the text is not needed by any question either. No questions
+are used.
 
-With a task or examples instead of the repetition, the same attention shows which pairs those need (Finch, arXiv
+With a task or examples instead of the repetition, the same attention shows which pairs the task needs (Finch, arXiv
 2408.00167; Beyond RAG, arXiv 2503.04973).
 
 Differences from the paper: the heads of a layer keep equally many tokens, while KVzip ranks the pairs of all heads
@@ -57,7 +58,10 @@ def replay_ids(card: ModelCard, recipe: Recipe, chunk_ids: Sequence[int]) -> lis
 def check_replay(
     card: ModelCard, recipe: Recipe, prefix_ids: Sequence[int], chunk_ids: Sequence[int], subject: str
 ) -> None:
-    """Raise ContextTooLongError if a chunk fits the model, but not together with its `replay_ids`."""
+    """Raise ContextTooLongError if a chunk with its prefix and markers is too long together with its `replay_ids`.
+
+    subject: the chunk's name in the error
+    """
     if recipe.kept < 1:
         ids = [*prefix_ids, *recipe.marked(chunk_ids), *replay_ids(card, recipe, chunk_ids)]
         card.check_ids(ids, f"{subject}, with what is read behind it to find the {recipe.kept:g} of its KV that stays,")

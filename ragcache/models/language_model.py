@@ -110,7 +110,7 @@ class LanguageModel(BlockModel):
         is_needed: Callable[[], bool] | None = None,
         neighbours: Sequence[Neighbours] | None = None,
     ) -> list[KVBlock]:
-        """Run the model over each chunk alone and return one KV block per chunk, in order, on the model's device.
+        """Encode each chunk as `recipe` states and return their KV blocks, in order, on the model's device.
 
         recipe: "isolated" (positions 0, 1, ...), "prefix" (after prefix_ids, which every chunk attends to) or "primer"
                 (after prefix_ids and a primer, which every chunk attends to). A Recipe with markers reads them around
@@ -173,7 +173,10 @@ class LanguageModel(BlockModel):
         return keep(block, [stays.expand(layer.num_kv_heads, -1) for layer in block.layers])
 
     def _read_before(self, recipe: Recipe) -> list[int]:
-        """Return the ids that are read before every chunk and whose KV is dropped: a lone BOS, or none."""
+        """Return the ids that are read before every chunk and whose KV is dropped: a lone BOS, or none.
+
+        Raises ConfigError if the recipe needs a BOS token and the model has none.
+        """
         if not recipe.bos:
             return []
         bos = text_config(self.model).bos_token_id
@@ -231,7 +234,7 @@ class LanguageModel(BlockModel):
 
         Runs of several threads share forward passes where possible (`models/scheduler.py`), and long runs may be cut
         into pieces. The results equal those of a single separate pass except for float rounding. Raises CancelledError
-        and TimedOutError within `deadline.limited`.
+        and TimedOutError if the current `deadline.LIMIT` ends the wait.
         """
         ids = torch.as_tensor(ids, device=self.device)
         if isinstance(positions, int):

@@ -14,14 +14,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-LATENT = "expand_kv"  # transformers' name of the method by which an attention that caches latents makes KV of them
+LATENT = "expand_kv"  # method of transformers' latent attention modules that computes keys and values from latents
 ABSORBED = "ragcache_absorbed"
 """Attribute of attention modules whose latents can be attended to as they are: their `Absorbed`."""
 _TOKENS = 3  # number of tokens to try
 
 
 def expand(module: nn.Module, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the keys and values of all heads for a cached pair; only a latent layer has to compute them."""
+    """Return the keys and values of all heads for a cached pair.
+
+    In a latent layer the pair is (rotary key, latent), and keys and values are computed from it; in any other layer it
+    is returned unchanged.
+    """
     make: Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]] | None = getattr(type(module), LATENT, None)
     return pair if make is None else make(module, pair[1], pair[0])
 
@@ -66,7 +70,10 @@ class Absorbed(NamedTuple):
         return out[..., : self.values.shape[2]] @ self.values.transpose(1, 2)
 
     def pays(self, num_rows: int) -> bool:
-        """Return whether these rows attend to latents, which are wider, at less cost than making keys and values."""
+        """Return whether this form is cheaper for `num_rows` rows.
+
+        Attention to latents costs more for each row, because they are wider, but saves computing keys and values.
+        """
         (_, width, rank), value_dim = self.keys.shape, self.values.shape[1]
         wider = 2 * (rank + self.rotary) - (width + self.rotary + value_dim)
         return num_rows * wider < rank * (width + value_dim)
@@ -80,9 +87,11 @@ def form_of(module: nn.Module, num_rows: int) -> Expanded | Absorbed:
 
 @torch.inference_mode()
 def absorbed_of(module: nn.Module, rotary: int, rank: int) -> Absorbed | None:
-    """Return the weights of an attention whose keys and values are made by a linear layer; None for other attention.
+    """Return the absorbed form of an attention that makes keys and values by a linear layer; None for other attention.
 
-    Random latents show whether the weights reproduce the keys and values.
+    rotary, rank: widths of the rotary key and the latent
+
+    The form is tested on random latents: None, too, if it does not give the module's own keys and values.
     """
     linear, width = getattr(module, "kv_b_proj", None), getattr(module, "qk_nope_head_dim", None)
     if not isinstance(linear, nn.Linear) or linear.bias is not None or type(linear.weight) is not nn.Parameter:

@@ -109,7 +109,11 @@ def _learn(
     packed: bool | None,
     beside: Lora | None = None,
 ) -> LanguageModel:
-    """beside: matrices that act on passages alone; inspection compares passages with the base's own keys"""
+    """Inspect a model and return it as a LanguageModel.
+
+    beside: matrices that act on passages alone. They are attached after the inspection, which compares passages' keys
+            with the base's own
+    """
     stated = getattr(model.config, "quantization_config", None)
     if getattr(stated, "quant_method", None) == "bitsandbytes" and model.device.type == "cpu":
         raise errors.UnsupportedModelError(
@@ -150,7 +154,7 @@ class _Found(NamedTuple):
     """The parts of a named model, except its weights.
 
     base:    directory or hub id of weights and configuration
-    adapter, lora: the adapter, if the name is that of an adapter
+    adapter, lora: the adapter with this name, as ragcache or as peft alone wrote it; None: it is no such adapter
     reuse:   how the adapter, or else the base, was trained for reuse
     """
 

@@ -104,7 +104,10 @@ class Lora:
 
 
 def take_pairs(held: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Take the two matrices of each layer, down and up, out of the tensors of a peft file. Raises KeyError for half."""
+    """Remove the two matrices of each layer, down and up, from the tensors of a peft file, and return them by layer.
+
+    Raises KeyError if a layer has only the first.
+    """
     names = [name.removesuffix(DOWN) for name in held if name.endswith(DOWN)]
     return {name: (held.pop(f"{name}{DOWN}"), held.pop(f"{name}{UP}")) for name in names}
 
@@ -122,7 +125,7 @@ class PassageMatrices(nn.Module):
 
     def __init__(self, down: Tensor, up: Tensor, scale: float) -> None:
         super().__init__()
-        self.register_buffer("down", down.float())  # files may be in float8, which nothing multiplies
+        self.register_buffer("down", down.float())  # files may be in float8, which PyTorch cannot multiply
         self.register_buffer("up", up.float() * scale)
 
     def add_to(self, layer: nn.Linear, model: PreTrainedModel) -> None:

@@ -87,7 +87,7 @@ def suits(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def advice_on(dtype: object) -> str | None:
-    """Return a warning for an owner of KV in this dtype ("bfloat16") if this machine is slow in it; else None."""
+    """Return a warning if this machine is slow in the dtype of a store's KV, such as "bfloat16"; else None."""
     own = getattr(torch, str(dtype), None)
     if own is None or suits(own, find_device()):
         return None

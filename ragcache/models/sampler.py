@@ -52,8 +52,8 @@ class Sampling(Config, max_tokens="max_new_tokens max_completion_tokens n_predic
     repetition_penalty: divides the positive and multiplies the negative logits of tokens of prompt and answer (CTRL)
     logit_bias:  added to the logits of these token ids
     stop_token_ids: ids at which the answer ends; they are not part of it
-    logprobs:    how many of the likeliest tokens to report beside each chosen token, by the model's own
-                 log-probability, before all of the above (`Answer.logprobs`); None: no report
+    logprobs:    how many of the likeliest tokens to report with each chosen token (`Answer.logprobs`). Their
+                 log-probabilities are the model's own, before all of the above; None: no report
 
     At most one of json_schema, regex and choices may be given; they need the extra "structured". An answer that reaches
     max_tokens is cut in mid-form. Raises ConfigError naming the field that is out of range or cannot be compiled.

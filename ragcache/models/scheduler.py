@@ -41,7 +41,8 @@ from ragcache.runtime import end_team, working_alone
 
 # After this long without requests, the thread ends; the next request starts another.
 IDLE_S = 5.0
-# A cut run that comes first gets at least 1 / FIRST_SHARE of a pass. LEAST_PIECE: the smallest piece worth cutting.
+# The run that has waited longest gets at least 1 / FIRST_SHARE of a pass if it is too long for one. LEAST_PIECE: the
+# smallest number of tokens that any other run is cut to.
 FIRST_SHARE = 4
 LEAST_PIECE = 16
 # Seconds of passes by which callers may differ while they share passes, and by which a caller that returns is ahead.
@@ -182,7 +183,7 @@ class Scheduler:
                 self._changed.wait()
 
     def _submit(self, request: QueuedRequest) -> None:
-        end_team()  # of the caller's own computing: it waits now, and the model's thread uses the processors
+        end_team()  # the calling thread's: it waits now, so that the model's thread can use the processors
         with self._changed:
             self._welcome(request.limit.caller)
             self._waiting.append(request)
@@ -192,7 +193,8 @@ class Scheduler:
             self._changed.notify_all()
 
     def _welcome(self, caller: str) -> None:
-        """Count the work for a caller that was away from where the others are now, less its credit."""
+        """Let a caller that had no requests count at least as much work as the active caller with the least, less
+        CREDIT_S. Otherwise it would have the model to itself until it had caught up with the others."""
         active = {one.limit.caller for one in (*self._waiting, *self._running)}
         active |= {one.limit.caller for one in self._decoding}
         if active and caller not in active:
@@ -265,7 +267,7 @@ class Scheduler:
     def _take(self) -> list[ScheduledRequest]:
         """Take the requests of the next pass out of the queue."""
         with self._changed:
-            for request in list(self._waiting):  # their callers may be busy and not check for a long time
+            for request in list(self._waiting):  # the caller of a request may not check its limit for a long time
                 try:
                     request.limit.check()
                 except Exception as error:

@@ -22,9 +22,9 @@ KEPT = 32
 
 @lru_cache(maxsize=KEPT)
 def json_grammar(schema: str) -> str:
-    """Return the grammar of a JSON schema (JSON), on a single line: flexible white space could continue for ever.
+    """Return the grammar of a JSON schema, given as JSON text. Raises ConfigError if it cannot be compiled.
 
-    Raises ConfigError if it cannot be compiled.
+    The grammar allows no flexible white space, which an answer could continue for ever.
     """
     _check_size("json_schema has", len(schema))
     return _checked(

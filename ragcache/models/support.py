@@ -6,8 +6,8 @@ and to check that the recordings of every recipe reproduce the model's own keys 
 transformers' conventions needs no code here.
 
 Every layer is checked alone, on the input that it had in the plain pass. Otherwise rounding in 16 bits would add up
-over the layers, by far the most where activations are massive (special tokens, the first token): a model's own bfloat16
-is 0.4 to 0.8 away from its own float32 there. That noise says nothing about moved keys.
+over the layers, most of all at tokens with massive activations (special tokens, the first token): there the results of
+a model in bfloat16 are 0.4 to 0.8 away from its own in float32. That noise says nothing about moved keys.
 """
 
 from __future__ import annotations
@@ -86,7 +86,10 @@ def inspect(model: PreTrainedModel, name: str) -> tuple[Rope, cache_shape.CacheS
 
 @torch.inference_mode()
 def _inspect(model: PreTrainedModel) -> tuple[Rope, cache_shape.CacheShape]:
-    """Do `inspect`. Here and below an UnsupportedModelError gives the reason alone; `inspect` adds the model's name."""
+    """Do the work of `inspect`.
+
+    Here and below, an UnsupportedModelError states only the reason; `inspect` adds the model's name.
+    """
     mixers = hook_mixers(model)
     if not mixers and not _rotary_modules(model):
         raise UnsupportedModelError(

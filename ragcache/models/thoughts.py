@@ -75,7 +75,9 @@ def thinking_of(tokenizer: PreTrainedTokenizerBase) -> Thinking | None:
 
 
 def template_variables(tokenizer: PreTrainedTokenizerBase, effort: Any, enable: Any, given: Any) -> dict[str, Any]:
-    """Return the chat template's variables about thinking, together with those that the caller gives.
+    """Return the variables to pass to the chat template: those about thinking, and those that the caller gives.
+
+    effort, enable, given: values of TEMPLATE_OPTIONS, unchecked; None: not given
 
     Raises ConfigError for an unknown effort, for values that contradict each other, for names reserved for a template's
     own input, and for a model that is to think although its template has no thinking.

@@ -54,7 +54,7 @@ class ToolFormat:
     said:    regions whose text is part of the answer, besides text outside all regions
     thoughts: regions whose text is not part of the answer
     markers: control tokens that mark the regions
-    signs:   words of a chat template that teach the format: all words of one group, and none of `unlike`
+    signs:   groups of words: a chat template that has all words of a group, and no word of `unlike`, teaches the format
     untyped: arguments are written as text, whatever their type
     bare:    regions without a marker are calls only if this matches
     name:    the function's name, for a format that writes only its arguments

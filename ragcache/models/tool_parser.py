@@ -28,8 +28,9 @@ Parsed = str | Thought | ToolCall
 class ToolParser:
     """A parser that splits an answer, as it arrives, into text, thoughts and calls.
 
-    White space around thoughts and calls belongs to no text. is_thinking: whether the next text is a thought.
+    White space around thoughts and calls is left out.
 
+    is_thinking: whether the text that comes next is a thought
     most:   number of calls after which further ones are dropped; None: all are kept
     tools:  functions in OpenAI's form, for the types of arguments
     opened: the opening of the thoughts that the prompt has begun

@@ -171,7 +171,7 @@ class TrainedTokens:
 
     @property
     def roles(self) -> dict[int, tuple[str, int]]:
-        """Return the role of each of the method's ids: its group and its index there."""
+        """Return, for each of the method's ids, the name of its group and its index in the group."""
         return {id: (name, place) for name, ids in self.groups.items() for place, id in enumerate(ids)}
 
     @property

@@ -57,7 +57,8 @@ class Watch:
     def watching(self, model: PreTrainedModel, plain: Watch | None = None, at: slice = slice(0)) -> Iterator[None]:
         """Record the passes of `model` within this context.
 
-        plain: an earlier pass; every layer gets the inputs that it had there, of the tokens `at`, instead of its own
+        plain: an earlier pass, whose inputs every layer gets instead of its own
+        at:    the tokens of `plain` whose inputs are used
         """
         parents = {id(child): parent for parent in model.modules() for child in parent.children()}
         handles = []

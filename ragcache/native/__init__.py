@@ -2,8 +2,8 @@
 
     $XDG_CACHE_HOME/ragcache/native/attention-1f2e3d4c5b6a7988.so
 
-The name holds a digest of the source, of PyTorch's version and of the compiler's flags. Where a source cannot be
-compiled (no compiler, no directory to write to), callers take their way through PyTorch.
+The file's name holds a digest of the source, of PyTorch's version and of the compiler's command. If a source cannot be
+compiled (no compiler, no directory to write to), callers compute the same by PyTorch's operations.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ _logger = logging.getLogger(__name__)
 
 @cache
 def load(name: str, *flags: str) -> ctypes.CDLL | None:
-    """Return the library of the source `name`, compiled if no earlier process has compiled it.
+    """Return the library of the source `name`.cpp, compiled if no earlier process has compiled it.
 
-    flags: for the compiler, which is $CXX or else c++; they name the processor's instructions that the source needs
+    The result is kept: later calls with the same arguments return it at once, also after a failure.
 
-    Returns None, and says why in the log, if it cannot be compiled or loaded.
+    flags: further flags for the compiler, which is $CXX or else c++; they name the processor's instructions that the
+           source needs
+
+    Returns None, and logs the reason at level INFO, if the source cannot be compiled or the library cannot be loaded.
     """
     source = Path(__file__).with_name(f"{name}.cpp")
     torch_root = Path(torch.__file__).parent

@@ -35,7 +35,7 @@ inline Lanes broadcast(float value) { return value - Lanes{}; }
 inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
 inline Lanes sum(Lanes a, Lanes b) { return a + b; }
 
-// Join all lanes by an operation of two.
+// Reduce all lanes to a single number by a binary operation.
 template <class Join>
 inline float across(Lanes value, Join join) {
     for (const int32_t apart : {8, 4, 2, 1}) value = join(value, __builtin_shuffle(value, LANE ^ apart));
@@ -66,7 +66,7 @@ inline void transpose(Bits (&rows)[WIDTH]) {
     if constexpr (APART > 1) transpose<APART / 2>(rows);
 }
 
-// Call with the number as a constant, from MOST down.
+// Call `call` with `number`, which is 1 to MOST, as a compile-time constant.
 template <int64_t MOST, class Call>
 inline void with_constant(int64_t number, Call&& call) {
     if (number == MOST)
@@ -117,11 +117,12 @@ struct Attention {
         }
     }
 
-    // Number of keys that a row sees. Rows are ordered by query head, then by token; the last `own` keys are the
-    // tokens' own.
+    // Number of keys that a row sees. Rows are ordered by query head, then by token; the last `own` keys are those of
+    // the rows' own tokens.
     int64_t seen(int64_t row) const { return own ? length - own + row % own + 1 : length; }
 
-    // part: [rows, width] sums, [rows] greatest scores (base 2), [rows] sums of weights
+    // Attend with `rows` rows of a head, from row `first` on, to the PIECE keys from `start` on. Writes to `part`:
+    // [rows, width] weighted sums of values, [rows] greatest scores (base 2), [rows] sums of weights.
     void attend_piece(int64_t head, int64_t first, int64_t rows, int64_t start, float* part) const {
         float *greatest = part + rows * width, *total = greatest + rows;
         std::fill(part, greatest, 0.0f);
@@ -143,7 +144,7 @@ struct Attention {
         }
     }
 
-    // [width / 2, BLOCK]: a column a key, zeros behind the last key
+    // Pack keys into [width / 2, BLOCK] pairs: each column is a key; columns after the last key are zeros.
     void pack_keys(const uint16_t* from, int64_t count, Pair* to) const {
         for (int64_t key = 0; key < BLOCK; key += WIDTH)
             for (int64_t step = 0; step < width / 2; step += WIDTH) {
@@ -162,7 +163,7 @@ struct Attention {
             }
     }
 
-    // [BLOCK / 2, width]: a row two keys, zeros behind the last key
+    // Pack values into [BLOCK / 2, width] pairs: each row holds two keys' values; those after the last key are zeros.
     void pack_values(const uint16_t* from, int64_t count, Pair* to) const {
         for (int64_t key = 0; key < BLOCK; key += 2, from += 2 * width, to += width)
             if (key + 1 < count)
@@ -235,10 +236,14 @@ struct Attention {
 
 }  // namespace
 
-// query: [num_heads, num_rows, width]; keys, values: [num_heads, length, width] with a stride between heads, in
-// bfloat16; width: a multiple of 16. own: the last keys are the own keys of so many tokens, of which each sees the keys
-// up to its own; 0: every row sees every key. out: [num_heads, num_rows, width]; lse: [num_heads, num_rows], natural
-// logarithms.
+// Compute softmax(query keys^T * scaling) values, with query, keys and values in bfloat16.
+//
+// query:        [num_heads, num_rows, width]; width is a multiple of 16
+// keys, values: [num_heads, length, width]; key_stride and value_stride are the numbers from head to head
+// own:          0: every row sees every key; else the number of tokens whose rows these are: their own keys are the
+//               last `own` keys, and each row sees the keys up to its token's own
+// out:          [num_heads, num_rows, width]
+// lse:          [num_heads, num_rows], natural logarithm of the sum of the exponentiated scores
 extern "C" void ragcache_attend(const void* query, const void* keys, const void* values, float* out, float* lse,
                                 int64_t num_heads, int64_t num_rows, int64_t length, int64_t width, int64_t own,
                                 int64_t key_stride, int64_t value_stride, float scaling) {

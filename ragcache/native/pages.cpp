@@ -47,7 +47,7 @@ inline void copy(const Same* from, Same* to, int64_t count) {
   std::memcpy(to, from, count * sizeof(Same));
 }
 
-// Rotate the pairs (d, d + half) of a row; channels beyond are copied.
+// Rotate the pairs (d, d + half) of a row; channels from 2 * half on are copied.
 template <class From, class To>
 inline void rotate(const From* __restrict from, const float* __restrict cos, const float* __restrict sin, int64_t half,
                    int64_t width, To* __restrict to) {
@@ -59,7 +59,8 @@ inline void rotate(const From* __restrict from, const float* __restrict cos, con
   copy(from + 2 * half, to + 2 * half, width - 2 * half);
 }
 
-// A page's layout: steps in numbers from head to head, page to page, token to token and channel to channel.
+// Keys or values in pages: the address of the first number; the distances, in numbers, from head to head, page to page,
+// token to token and channel to channel; and the number of channels.
 struct Pages {
   int64_t data, head, page, token, channel, width;
 
@@ -69,12 +70,14 @@ struct Pages {
   }
 };
 
-// Part of a block: addresses of its first token's key and value in the first head, numbers from head to head, the rank
-// of the token among all that are placed, and the number of tokens.
+// Tokens of a block to place: addresses of the first token's key and value in the block's first head; the distances,
+// in numbers, from head to head of keys and of values; the index of the first token among all tokens to place; the
+// number of tokens.
 struct Part {
   int64_t keys, values, key_head, value_head, first, count;
 };
 
+// Write `count` tokens of a head to their slots. row(token, to) writes a token's channels consecutively to `to`.
 template <class To, class Fill>
 inline void fill(const Pages& pages, int64_t head, const int64_t* slots, int64_t count, int64_t page_tokens, Fill row) {
   To tile[TILE * WIDEST];
@@ -124,8 +127,14 @@ bool place_to(int64_t to, Rest... rest) {
 
 }  // namespace
 
-// Place a layer. own: the blocks' head that goes to the pages' first head; heads: of the pages; cos, sin: [tokens, half];
-// from, to: 0 float32, 1 bfloat16, 2 float16. Return false, changing nothing, for heads that are too wide.
+// Write a layer's rotated keys, and its values, to pages. Returns false, and writes nothing, for heads wider than
+// WIDEST or an unknown `to`.
+//
+// slots:    [tokens], the slot that each token goes to: its page is slot / page_tokens
+// cos, sin: [tokens, half]
+// own:      the blocks' head that is written to the pages' first head
+// heads:    number of heads of the pages
+// from, to: dtypes of blocks and pages: 0 float32, 1 bfloat16, 2 float16
 extern "C" bool ragcache_place(const Part* parts, int64_t num_parts, const int64_t* slots, const float* cos,
                             const float* sin, int64_t half, const Pages* keys, const Pages* values, int64_t own,
                             int64_t heads, int64_t page_tokens, int64_t from, int64_t to) {

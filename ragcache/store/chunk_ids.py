@@ -31,7 +31,7 @@ def free_chunk_ids(connection: sa.Connection, collection: str, document_id: str,
 
 
 def _free(connection: sa.Connection, collection: str, document_id: str, chunk_ids: Sequence[str]) -> dict[str, str]:
-    """Return the first of x, x##1, x##2, ... that is free, for each x in `chunk_ids`."""
+    """Return, for each x in `chunk_ids`, the first of x, x##1, x##2, ... that is free, by x."""
     found: dict[str, str] = {}
     left = {id: id for id in chunk_ids}
     for number in count(1):

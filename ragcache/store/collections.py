@@ -25,9 +25,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True)
 class View:
-    """The collections that a caller sees and changes.
+    """The collections that a caller may see and change.
 
-    reads, writes: names of collections, or OTHERS; None: every collection
+    reads, writes: names of the collections that the caller may see, and change; OTHERS among them includes every
+                   collection that is not an OpenAI vector store; None: every collection
     into:   the collection that new documents are added to; None: the caller has to name it
     """
 
@@ -43,7 +44,10 @@ class View:
         return cls(frozenset(reads), changed, own)
 
     def only(self, name: str) -> View:
-        """Return the part of this view that is the collection `name`. Raises NoSuchCollectionError if none is."""
+        """Return this view, restricted to the collection `name`.
+
+        Raises NoSuchCollectionError if this view neither reads nor changes that collection.
+        """
         if not (may(self.reads, name) or may(self.writes, name)):
             raise no_collection(name)
         reads, writes = ([name] if may(seen, name) else [] for seen in (self.reads, self.writes))
@@ -72,15 +76,18 @@ def no_collection(name: str) -> NoSuchCollectionError:
 
 
 class CollectionTable:
-    """The collections of a database. `default` always exists. Its KV has no salt, nor has that of public ones."""
+    """The collections of a database.
+
+    The collection `default` always exists. KV of `default` and of public collections has no salt.
+    """
 
     def __init__(self, database: Database) -> None:
         self._db = database
 
     def secrets(self, names: Iterable[str] | None = None) -> dict[str, str]:
-        """Return the secret of each collection by name, by rising name; "" for a collection whose KV is public.
+        """Return the secret of each collection by its name, sorted by name; "" for a collection whose KV has no salt.
 
-        names: of the collections to look up; None: all
+        names: of the collections to look up, of which missing ones are left out; None: all
         """
         query, wanted = select(collections.c.name, collections.c.secret), None if names is None else set(names)
         query = query if wanted is None else query.where(collections.c.name.in_(wanted))
@@ -109,16 +116,20 @@ class CollectionTable:
                 connection.execute(insert(collections), row)
 
     def drop(self, name: str) -> None:
-        """Forget a collection and its secret: a new collection of this name finds none of its KV."""
+        """Delete a collection's row and secret, so that a new collection of this name finds none of its KV.
+
+        Its documents have to be deleted by the caller. Raises StoreReadOnlyError, StoreBusyError.
+        """
         with self._db.write() as connection:
             advance(connection, "generation")
             connection.execute(delete(collections).where(collections.c.name == name))
 
     def salt(self, view: View) -> str:
-        """Return the salt of KV that belongs to no single document but to a view: of prompts and given passages.
+        """Return the salt of KV that belongs to a view and not to a document: that of prompts and of given passages.
 
-        It is made of the secrets of all collections that the view reads, so that no other view finds this KV. A view of
-        a single collection with a secret has that secret, and so shares the KV of its documents.
+        It is derived from the secrets of all collections that the view reads, so that no other view finds this KV. A
+        view of a single collection with a secret has that secret, and so shares the KV of the collection's documents. A
+        view that reads every collection, or OTHERS, has no salt ("").
 
         Raises NoSuchCollectionError if a collection does not exist.
         """
@@ -132,7 +143,7 @@ class CollectionTable:
 
 
 def check_name(name: str) -> None:
-    """Raise ConfigError for a text that is no collection's name."""
+    """Raise ConfigError for a text that cannot be a collection's name."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"{name!r} cannot name a collection; use 1 to 64 letters, digits, '.', '_' and '-', beginning with a "

@@ -76,12 +76,13 @@ class Database:
     def write(self) -> Iterator[Connection]:
         """Begin a transaction that is committed when the body ends and rolled back when it raises.
 
-        IntegrityError passes through. Raises StoreReadOnlyError, StoreBusyError, StoreFullError.
+        IntegrityError passes through. Raises StoreReadOnlyError, StoreBusyError, StoreFullError, and StoreNotFoundError
+        if SQLite's file was removed or replaced.
         """
         self.home.check()
         if self.read_only:
             raise StoreReadOnlyError(f"{self.where}: opened read-only; open it for writing to change it")
-        if self._file != self._present_file():  # SQLite would write on, into a file that nobody finds any more
+        if self._file != self._present_file():  # SQLite would go on writing to a file that has no name any more
             raise StoreNotFoundError(
                 f"{self.where}: the database was removed or replaced since it was opened; open the store again"
             )
@@ -117,7 +118,7 @@ class Database:
             raise StoreReadOnlyError(f"{self.where}: cannot be written; check its permissions") from error
 
     def _present_file(self) -> tuple[int, int] | None:
-        """Return what identifies SQLite's file; None without such a file."""
+        """Return device and inode of SQLite's file, which identify it; None if there is no such file."""
         if self.dialect != "sqlite":
             return None
         try:
@@ -228,7 +229,9 @@ def _sqlite_uri(path: Path, read_only: bool) -> str:
 
 def _is_frozen(path: Path, uri: str) -> bool:
     """Return whether no write-ahead log exists or can be created beside the file (a read-only medium, a full disk).
-    SQLite would then refuse to open the file, and no process can be writing it."""
+
+    No process can then be writing the file, but SQLite refuses to open it unless it is opened as immutable.
+    """
     log = path.with_name(path.name + "-wal")
     if log.exists() and log.stat().st_size:
         return False

@@ -39,11 +39,11 @@ class StoreLayout:
     store.sqlite3   documents (unless they are in PostgreSQL)
     kv/             blocks
     index.faiss*    the vector index, derived from the documents
-    foreign/        blocks of passages that are no document's, and a list of these
+    foreign/        blocks of passages that belong to no document, and a list of these passages
     passages.npz    the index of passages in prompts, derived from the documents
     writer.lock     held while a process changes the store
     server.json     where a server over the store listens; server.lock is held while it runs
-    uploads/        files on their way in, a folder for each server
+    uploads/        files that are being uploaded, in a folder for each server
     models/         an adapter and its base as one checkpoint, for vLLM
     """
 
@@ -98,8 +98,13 @@ class StoreLayout:
         self._write_marker({"format": FORMAT_VERSION, "made_by": "ragcache", "seal": seal.id, "encrypt": encrypt})
 
     def seal(self, encrypt: bool | None = None) -> Seal:
-        """Return the store's seal. Raises SealError if its secret is missing or another, ConfigError if `encrypt` is
-        not what the store was made with."""
+        """Return the store's seal.
+
+        encrypt: whether the caller expects the store to encrypt; None: either
+
+        Raises SealError if the secret is missing or is not the store's, ConfigError if the store does not encrypt as
+        `encrypt` states, and the errors of `check`.
+        """
         marker = self._read_marker()
         encrypts = bool(marker.get("encrypt"))
         if encrypt not in (None, encrypts):
@@ -116,10 +121,10 @@ class StoreLayout:
         return seal
 
     def rotate(self, encrypt: bool | None, *, lost: bool = False) -> None:
-        """Seal with a new secret from now on; what others have sealed can be read until `forget_old`.
+        """Seal with a new secret from now on. Files sealed with earlier secrets can be read until `forget_old`.
 
         encrypt: whether the store encrypts from now on; None: as before
-        lost:    the old secret is lost
+        lost:    whether the old secret is lost, so that it is left out of the key file
 
         The caller holds the writer lock. Raises ConfigError if the environment holds the secret alone.
         """
@@ -137,7 +142,10 @@ class StoreLayout:
         self._write_marker({**marker, "seal": seal.id, "encrypt": encrypts})
 
     def forget_old(self) -> None:
-        """Remove the secrets from the key file that seal no longer. The caller holds the writer lock."""
+        """Remove all secrets but the present one from the key file. The caller holds the writer lock.
+
+        Secrets in the environment are left as they are.
+        """
         if VARIABLE not in os.environ:
             write_key(self.key, [next(iter(self.seal().known.values()))])
 
@@ -186,7 +194,7 @@ class StoreLayout:
         StoreReadOnlyError, ForkedError.
         """
         self.home.check()
-        self.check()  # a lock would make the directory anew
+        self.check()  # acquiring the lock would create a removed directory again
         with self._locked(timeout_s):
             self.check()
             yield

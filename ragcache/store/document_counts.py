@@ -10,7 +10,11 @@ from ragcache.store.schema import chunks, counters
 
 
 def advance(connection: sa.Connection, name: str, step: int = 1) -> int:
-    """Raise a counter and return it. Every write calls this first: it makes other writers wait (see schema)."""
+    """Increase a counter by `step` and return its new value.
+
+    Every write calls this first, with step 0 if no counter changes, because it makes other writers wait; see
+    `schema.counters`.
+    """
     connection.execute(sa.update(counters).where(counters.c.name == name).values(value=counters.c.value + step))
     return current(connection, name)
 

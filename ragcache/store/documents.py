@@ -68,8 +68,9 @@ class DocumentStore:
     view: View = EVERYTHING
 
     def __post_init__(self) -> None:
-        self._hides: tuple[int | None, bool] = (None, False)  # with the generation that it belongs to, as `_shown`
-        self._shown = (-1, set[int]())
+        # Each with the generation of the documents that it was found for.
+        self._hides: tuple[int | None, bool] = (None, False)  # whether the view hides a document
+        self._shown = (-1, set[int]())  # ids of the searched vectors that the view shows
 
     @classmethod
     def open(cls, url: str | Path, *, read_only: bool = False, busy_timeout_s: float = 30.0) -> Self:
@@ -139,8 +140,9 @@ class DocumentStore:
         A chunk id that is taken gets a suffix; see `free_chunk_ids`.
 
         Raises IngestError (text), MetadataError, DuplicateDocumentError (two chunks with one id), ConfigError or
-        EmbedderMismatchError (embeddings), CancelledError (within `deadline.limited`), StoreBusyError, StoreFullError,
-        StoreReadOnlyError, NotAllowedError (a view without a collection to add to); then nothing changed.
+        EmbedderMismatchError (embeddings), CancelledError or TimedOutError (the current `LIMIT`), StoreBusyError,
+        StoreFullError, StoreReadOnlyError, NotAllowedError (a view without a collection to add to); then nothing
+        changed.
         """
         check_document(document, new_chunks)
         _ = self.into
@@ -157,10 +159,13 @@ class DocumentStore:
         metadata: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
         """Change a stored document's id and version, its chunks' ids in order and, if `metadata` is given, their
-        metadata. Text, embeddings and handles stay. A document that already has the new id is deleted; return the ids
-        of its searched vectors. A chunk id that is taken gets a suffix; see `free_chunk_ids`.
+        metadata. Text, embeddings and handles stay.
 
-        Raises NoSuchDocumentError, MetadataError; then nothing changed.
+        A document that already has the new id is deleted. A chunk id that is taken gets a suffix; see
+        `free_chunk_ids`.
+
+        Returns the ids of the deleted document's searched vectors. Raises NoSuchDocumentError, MetadataError,
+        NotAllowedError (a view without a collection to add to); then nothing changed.
         """
         check_document(NewDocument(new_id, version.source, version.content_hash, file=version.file), [])
         for one in metadata:
@@ -170,7 +175,10 @@ class DocumentStore:
             return self._move(connection, id, {"id": new_id, **version._asdict()}, chunk_ids, metadata)
 
     def delete_documents(self, ids: Iterable[str]) -> list[str]:
-        """Delete documents with their chunks; return the ids that existed, in the order given."""
+        """Delete documents with their chunks, in all collections that the view may change.
+
+        Returns the ids that existed there, in the order given. Raises StoreReadOnlyError, StoreBusyError.
+        """
         wanted = list(dict.fromkeys(ids))
         with self.database.write() as connection:
             advance(connection, "generation", 0)
@@ -336,9 +344,12 @@ class DocumentStore:
     # Vectors
 
     def vector_ids(self, where: Filter | None = None) -> set[int]:
-        """Return the ids of the searched vectors of all chunks whose metadata, including their document's, pass the
-        filter. Without a filter they are kept until a document changes, because finding them scans all chunks. Raises
-        FilterError."""
+        """Return the ids of the searched vectors of all shown chunks whose metadata, including their document's, pass
+        the filter. Raises FilterError.
+
+        The ids that a restricted view shows without a filter are kept until a document changes, because finding them
+        scans all chunks.
+        """
         with self.database.read() as connection:
             generation = current(connection, "generation")
             if not where and self._shown[0] == generation and self.view.reads is not None:
@@ -358,7 +369,7 @@ class DocumentStore:
             return set(connection.scalars(query.where(chunks.c.vector_id.in_(vector_ids))))
 
     def vector_ids_of(self, document_ids: Sequence[str]) -> list[int]:
-        """Return the ids of the searched vectors of the chunks of these documents, as far as they may be changed."""
+        """Return the ids of the searched vectors of these documents' chunks in collections that the view may change."""
         with self.database.read() as connection:
             found = list[int]()
             for part in parts_of(document_ids):
@@ -369,8 +380,10 @@ class DocumentStore:
             return found
 
     def chunks_of_vectors(self, vector_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return for each of these vector ids the vector id of its chunk. An id that is not a window's is the chunk's
-        own."""
+        """Return for each of these vector ids the vector id of its chunk: int64, in the same order.
+
+        An id that is not a window's is the chunk's own id and is returned unchanged.
+        """
         query, owners = select(windows.c.vector_id, windows.c.chunk), dict[int, int]()
         with self.database.read() as connection:
             for part in parts_of(vector_ids.tolist()):
@@ -379,7 +392,10 @@ class DocumentStore:
 
     def unknown_fields(self, where: Filter, what: str = "passage") -> tuple[list[str], list[str]]:
         """Return the filter's fields that no passage (or document) has in its metadata, and all existing fields, both
-        sorted."""
+        sorted.
+
+        what: "passage" or "document": whose metadata are looked at
+        """
         table = chunks if what == "passage" else documents
         with self.database.read() as connection:
             query = self._narrowed(field_names(table.c.metadata, self.database.dialect), table)
@@ -403,7 +419,10 @@ class DocumentStore:
             )
 
     def vectors(self, chunk_ids: Iterable[str], dimension: int) -> NDArray[np.float32]:
-        """Return the embeddings of `chunks(chunk_ids)`: float32 [n, dimension]."""
+        """Return the embeddings of `chunks(chunk_ids)`: float32 [n, dimension].
+
+        dimension: of the embeddings, for the shape of an empty result
+        """
         wanted = list(chunk_ids)
         query = self._narrowed(select(chunks.c.id, chunks.c.vector_id, chunks.c.embedding), chunks)
         read = self._matching(query, chunks.c.id, wanted)
@@ -412,11 +431,17 @@ class DocumentStore:
         return np.stack(present) if present else np.empty((0, dimension), np.float32)
 
     def vectors_by_ids(self, vector_ids: NDArray[np.int64], dimension: int) -> VectorBatch:
-        """Return the vectors with these ids, by rising id. Ids that are no longer searched are left out."""
+        """Return the searched vectors with these ids, sorted by id. Ids that are no longer searched are left out.
+
+        dimension: of the vectors, for the shape of an empty result
+        """
         return self._searched(searched.c.vector_id, vector_ids.tolist(), dimension)[0]
 
     def vectors_of(self, chunk_ids: Sequence[int], dimension: int) -> tuple[VectorBatch, NDArray[np.int64]]:
-        """Return the searched vectors of the chunks with these vector ids, and each vector's chunk (its vector id)."""
+        """Return the searched vectors of the chunks with these vector ids, sorted by id, and each vector's chunk.
+
+        The second result is int64 [n]: the vector id of the chunk that each vector belongs to.
+        """
         return self._searched(searched.c.chunk, chunk_ids, dimension)
 
     def all_vectors(self, *, after: int = 0, batch_size: int = 4096) -> Iterator[VectorBatch]:
@@ -555,13 +580,13 @@ class DocumentStore:
         names = free_chunk_ids(connection, into, document.id, [new.id for new in new_chunks])
         total = len(new_chunks) + sum(len(new.windows) for new in new_chunks)
         first = advance(connection, "vector_id", total) - total + 1
-        # The chunks' ids are consecutive (see `Preceding`); the ids of their windows follow.
+        # The chunks' vector ids are consecutive, which `context_chunks.Preceding` relies on; those of windows follow.
         ids, rest = range(first, first + len(new_chunks)), count(first + len(new_chunks))
         own = [list(islice(rest, len(new.windows))) for new in new_chunks]
         if new_chunks:
             self._bind(connection, "embedding_dim", len(new_chunks[0].embedding))
             named = enumerate(zip(new_chunks, names, ids, strict=True))
-            # A long document has many chunks: not all of its rows are held in memory twice.
+            # Inserted in parts: the rows of a long document would otherwise be in memory twice, as chunks and as rows.
             while some := list(islice(named, ROWS)):
                 LIMIT.get().check()
                 new_rows = [

@@ -12,7 +12,11 @@ from ragcache.plugins import load
 
 
 class Entry(NamedTuple):
-    """An entry as a policy weighs it: bytes held, and tokens, which a recomputation would cost."""
+    """A block as a policy weighs it.
+
+    num_bytes:  bytes that the tier holds
+    num_tokens: tokens that would have to be computed again; 0 if unknown
+    """
 
     key: str
     num_bytes: int
@@ -30,7 +34,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def touch(self, key: str) -> None:
-        """Record an access to an entry. A key that is not held changes no order (an admission filter counts it)."""
+        """Record an access to a key. A key that is not held changes no order, but an admission filter counts it."""
 
     @abstractmethod
     def remove(self, key: str) -> None:
@@ -50,7 +54,8 @@ class EvictionPolicy(ABC):
         return True
 
 
-# An admission filter wraps a policy, for about so many entries, so that it may refuse new ones; None: all are admitted.
+# A policy's class by name. An admission filter by name: a function of a policy and the expected number of entries that
+# returns a policy, which may refuse new entries; None: all are admitted.
 POLICIES: dict[str, type[EvictionPolicy] | str] = {
     "hyperbolic": "ragcache.store.hyperbolic:Hyperbolic",
     "lru": "ragcache.store.lru:LRU",

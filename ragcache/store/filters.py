@@ -11,8 +11,9 @@ differ, 1 and 1.0 do not. An absent field equals nothing, is neither greater nor
 None equals null. Strings are ordered by code point. $ne, $nin and $not are the exact opposites of $eq, $in
 and the filter itself: they hold where the field is absent. Both databases give the same answers.
 
-`source`, `title`, `document_id` and `chunk_id` name the document's own source, title and id and the passage's own id,
-beside metadata fields of these names: it passes if its metadata field or its own does. An empty title is absent.
+`source`, `title`, `document_id` and `chunk_id` also name the document's own source, title and id and the passage's own
+id. A condition on such a field holds if it holds for the metadata field of that name or for the own value. An empty
+title is absent.
 """
 
 from __future__ import annotations

@@ -26,13 +26,14 @@ _TOKEN = np.dtype("<i4")
 PREFIX = "prefix:"
 """The owners of prompts' prefixes begin with it, followed by the generation of the documents they may quote and ":"."""
 OWNER = "owner:"
-"""Stands before an owner where passages learnt from prompts are named; no collection's name has a colon."""
+"""Prefix of a name that means an owner and not a collection, in `PassageList.learn` and `unlearn`. No collection's name
+has a colon."""
 NOBODY = "\1"
-"""The collection of passages supplied without an id or a collection. Their names are their handles. A name in this
+"""The collection of passages supplied without an id or a collection. Their ids are their handles. A name in this
 collection does not keep KV: it is deleted together with the KV."""
 # After so many new passages, passages whose block was evicted are removed from the list.
 _PURGE_EVERY = 1024
-# Texts that share so many tokens in a row have a hash of a window in common: WINDOW + _NEXT_TO - 1 tokens.
+# Texts with WINDOW + _NEXT_TO - 1 tokens in a row in common share the hash of a window of WINDOW tokens: `_anchors`.
 WINDOW, _NEXT_TO = 8, 16
 _TABLES = """
 PRAGMA secure_delete = ON;
@@ -73,8 +74,11 @@ class Name(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """A passage whose block is stored. owner: the model, recipe and salt whose prompts are searched for the
-    passage"""
+    """A passage whose block is stored, as the list holds it.
+
+    owner:     names the model, recipe and salt whose prompts are searched for the passage
+    num_bytes: size of its KV when it was stored
+    """
 
     handle: str
     owner: str
@@ -86,7 +90,7 @@ class FoundPassage(NamedTuple):
     """A listed passage whose block is stored.
 
     name:      the user's name for it, or None
-    is_learnt: whether it has no name because it was learnt from prompts
+    is_learnt: whether it was learnt from prompts and has no name
     """
 
     token_ids: list[int]
@@ -140,8 +144,8 @@ class PassageList:
 
         Args:
             one:       The passage.
-            names:     What its deletion goes by: see `unlearn`.
-            deletions: What `deletions` returned when the prompt had been answered.
+            names:     The names by which `unlearn` finds the passage.
+            deletions: The result of `deletions(names)` when the prompt had been answered.
 
         Raises StoreFullError, StoreBusyError.
         """
@@ -165,14 +169,16 @@ class PassageList:
         return self._run(lambda database: _deletions(database, names), create=True) or 0
 
     def unlearn(self, texts: Iterable[tuple[Sequence[str], Sequence[int]]], dropped: Iterable[str] = ()) -> list[str]:
-        """Return the handles of passages that were learnt from prompts, and are to be deleted now.
+        """Return the handles of passages that were learnt from prompts and that the caller has to delete now.
 
-        These are the passages that quote a deleted text: at least WINDOW + _NEXT_TO - 1 of its tokens in a row.
+        These are the passages that quote a deleted text, with at least WINDOW + _NEXT_TO - 1 of its tokens in a row,
+        and those of the dropped names. Passages that a collection names are left out.
 
         Args:
-            texts:   Deleted texts: the names of whose passages may quote it, and its token ids. A name is that of a
-                     collection that the prompt's view reads (OTHERS: all), or OWNER and the passage's owner.
-            dropped: Names all of whose passages are to be deleted.
+            texts:   For each deleted text, the names under which passages that quote it may have been learnt, and its
+                     token ids. A name is that of a collection that the prompt's view read (OTHERS: all collections), or
+                     OWNER followed by the passage's owner.
+            dropped: Names whose passages are all deleted.
 
         Raises StoreFullError, StoreBusyError.
         """
@@ -196,14 +202,17 @@ class PassageList:
         return self._run(work) or []
 
     def token_ids(self, handles: Iterable[str]) -> list[list[int]]:
-        """Return the token ids of those of these passages that are listed. Raises StoreBusyError."""
+        """Return the token ids of the passages with these handles; passages that are not listed are left out.
+
+        Raises StoreBusyError.
+        """
         wanted = [(handle,) for handle in handles]
         query = "SELECT token_ids FROM passages WHERE handle = ?"
         rows = self._run(lambda db: [row for one in wanted for row in db.execute(query, one).fetchall()]) or []
         return [np.frombuffer(ids, _TOKEN).tolist() for (ids,) in rows]
 
     def passages(self, owner: str, *, after: int = 0) -> list[tuple[int, NDArray[np.int32]]]:
-        """Return number and token ids of the owner's passages with a number above `after`, by rising number.
+        """Return number and token ids of the owner's passages with a number above `after`, sorted by number.
 
         Raises StoreError.
         """
@@ -212,8 +221,10 @@ class PassageList:
         return [(int(number), np.frombuffer(ids, _TOKEN)) for number, ids in rows]
 
     def found(self, owner: str, numbers: Iterable[int]) -> dict[int, FoundPassage]:
-        """Return those of these passages whose block is stored. The others are removed from the list, unless a
-        collection names them. Raises StoreError."""
+        """Return the owner's passages with these numbers whose block is stored, by number. Raises StoreError.
+
+        The others are removed from the list, unless a collection names them.
+        """
 
         def look(database: sqlite3.Connection) -> dict[int, FoundPassage]:
             there: dict[int, FoundPassage] = {}
@@ -236,22 +247,24 @@ class PassageList:
         return self._run(lambda database: database.execute(query).fetchone()[0]) or 0
 
     def owners(self, token_ids: Sequence[int], last: int | None = None) -> set[str]:
-        """Return the owners under which a passage is listed, whether its KV is there or not. Raises StoreError.
+        """Return the owners under which a passage is listed, even if its block was evicted. Raises StoreError.
 
-        last: do not look at passages with a higher number
+        last: the highest number of a passage to look at; None: all
         """
         query = "SELECT owner FROM passages WHERE token_ids = ? AND number <= ?"
         values = (np.asarray(token_ids, _TOKEN).tobytes(), sys.maxsize if last is None else last)
         return {owner for (owner,) in self._run(lambda database: database.execute(query, values).fetchall()) or []}
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of every listed passage's KV by handle, whether it is there or not. Prompts' prefixes are no
-        passages. Raises StoreError."""
+        """Return the bytes of every listed passage's KV by handle, including passages whose block was evicted.
+
+        Prompts' prefixes are left out. Raises StoreError.
+        """
         query = "SELECT handle, num_bytes FROM passages WHERE owner NOT GLOB ?"
         return dict(self._run(lambda database: database.execute(query, (f"{PREFIX}*",)).fetchall()) or [])
 
     def contents(self) -> list[list[int]]:
-        """Return the token ids of every passage whose block is there, each text once. Raises StoreError."""
+        """Return the token ids of every listed passage whose block is stored, each text once. Raises StoreError."""
         query = "SELECT handle, token_ids FROM passages WHERE owner NOT GLOB ? ORDER BY number"
         rows = self._run(lambda database: database.execute(query, (f"{PREFIX}*",)).fetchall()) or []
         found = dict.fromkeys(ids for handle, ids in rows if handle in self._blocks)
@@ -282,7 +295,7 @@ class PassageList:
         return self._run(work, create=True) or []
 
     def names(self, collection: str) -> list[Name]:
-        """Return the names recorded for a collection. Raises StoreBusyError."""
+        """Return the names recorded for a collection, without titles and metadata. Raises StoreBusyError."""
         query = "SELECT id, source, handle FROM names WHERE collection = ?"
         return [Name(*row) for row in self._run(lambda db: db.execute(query, (collection,)).fetchall()) or []]
 
@@ -320,7 +333,14 @@ class PassageList:
             _take_off(database, [handle for handle in there if handle not in self._blocks])
 
     def _run(self, work: Callable[[sqlite3.Connection], _T], *, create: bool = False) -> _T | None:
-        """Return the result of `work`, run in one transaction; None if there is no list. Remove a damaged list."""
+        """Return the result of `work`, run in a single transaction; None if there is no list, or if it is damaged.
+
+        A damaged list is removed, with a warning.
+
+        create: whether a missing list is created
+
+        Raises StoreBusyError, StoreFullError.
+        """
         with self._lock:
             try:
                 database = self._open(create)
@@ -371,7 +391,10 @@ def window_hashes(ids: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.u
 
 
 def _anchors(ids: Sequence[int]) -> list[int]:
-    """Return the least hash of every _NEXT_TO windows in a row, as SQLite's signed integers."""
+    """Return the least hashes of every _NEXT_TO windows in a row, each once, as SQLite's signed integers.
+
+    Two texts with WINDOW + _NEXT_TO - 1 tokens in a row in common have a number in common.
+    """
     hashes = window_hashes(ids)
     if not len(hashes):
         return []

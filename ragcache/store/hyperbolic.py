@@ -14,7 +14,11 @@ from ragcache.store.eviction import Entry, EvictionPolicy
 
 @dataclass(slots=True)
 class _Seen:
-    """An entry that is or was held. uses: how often it was used; last: the number of the latest use of any entry."""
+    """An entry that is held, or was evicted.
+
+    uses: its number of uses, each weighted as in `Hyperbolic`
+    last: the clock at its last use; the clock counts the uses of all entries
+    """
 
     num_bytes: int
     uses: float = 0.0
@@ -27,7 +31,7 @@ class _Seen:
 
 
 GROUPS = 4  # a doubling of the uses
-POWERS = (0.0, 4.0)  # that the uses may be raised to; at 0 the policy is LRU
+POWERS = (0.0, 4.0)  # the range of the power that uses are raised to; at 0 the policy is LRU
 FIRST_POWER = 2.0
 STEPS = 3.0  # the power changes by STEPS / entries at a time
 GHOSTS = 1 << 16  # evicted entries whose uses are remembered, at least
@@ -37,13 +41,14 @@ class Hyperbolic(EvictionPolicy):
     """Evicts the entry with the fewest uses for its age: `uses ** power / age`, after hyperbolic caching (Blankstein,
     Sen and Freedman 2017).
 
-    uses:  a use that follows another within as many uses as entries are held counts for less, since a conversation
-           repeats its passages. The uses of an evicted entry are remembered for when it returns
+    uses:  number of the entry's uses. A use soon after the last one, within as many uses of any entry as there are
+           entries, counts for less, since a conversation repeats its passages. The number is remembered when the entry
+           is evicted
     age:   uses of any entry since this entry's last use
     power: rises with each use of an entry that LRU would have evicted and falls with each use of an evicted entry that
            LRU would have kept. So the policy follows popularity where passages stay popular, and LRU where they do not
 
-    Entries of like uses form a group, oldest first, so that the victims are found among the first of each group.
+    Entries with nearly the same uses form a group, ordered by age, so that the next victim is the first of a group.
     """
 
     name: ClassVar[str] = "hyperbolic"

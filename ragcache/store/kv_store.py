@@ -54,7 +54,7 @@ class KVStore:
     read_only:    `put`, `delete` and `sweep` raise StoreReadOnlyError; damaged blocks are not served, but not deleted
     referenced:   returns which of the given keys chunks refer to. With it, this process does not write a block again
                   that another process deleted, and `refresh` keeps a referenced block that only this process holds
-    seal:         of the durable tier's files; the remote has its own
+    seal:         seal of the durable tier's files; a remote's connection has its own
     alive:        raises StoreNotFoundError once the store was removed, so that no write makes its folder anew
     foreign:      store of the blocks that belong to no document; it is searched after the tiers, and closed with them.
                   `passages` lists its blocks
@@ -297,8 +297,10 @@ class KVStore:
 
     @property
     def gives_up(self) -> bool:
-        """Return whether a block can disappear without `delete`: the durable tier has, or had, a budget, or blocks
-        expire."""
+        """Return whether a block can disappear without `delete`.
+
+        That is so if the durable tier has, or had, a budget, or if blocks expire.
+        """
         return self._expiry.ttl_s is not None or self._durable.has_been_bounded
 
     @property
@@ -354,7 +356,10 @@ class KVStore:
         return self._durable.keys()
 
     def read(self, key: str) -> KVBlock | None:
-        """Return the durable tier's block, and keep it nowhere. Raises DamagedBlockError, SchemaVersionError."""
+        """Return the durable tier's block, or None, without keeping it in faster tiers or counting an access.
+
+        Raises DamagedBlockError, SchemaVersionError.
+        """
         return self._durable.get(key)
 
     def verify(self, key: str) -> None:
@@ -365,15 +370,18 @@ class KVStore:
         self._durable.verify(key)
 
     def reject(self, key: str, error: errors.BlockError) -> None:
-        """Drop a block that was read and is not its passage's, wherever it is held; it is computed again."""
+        """Drop a block whose content does not fit its passage from every tier, so that it is computed again.
+
+        error: states the difference, for the log
+        """
         for tier in self._tiers.volatile if self.read_only else self._tiers:
             self._remove(key, tier)
         log.warning("block %s: %s; dropped", key, error)
         self._counts.found_damaged()
 
     def reseal(self) -> tuple[int, int]:
-        """Write every block again, under the secret that seals now. Return how many were written, and how many were
-        dropped because no secret of the store opens them.
+        """Write every block again, sealed with the store's present secret. Return how many were written, and how many
+        were dropped because they are damaged, or none of the store's secrets opens them.
 
         The caller holds the store's writer lock. Raises StoreFullError, StoreReadOnlyError, StoreUnreachableError,
         SchemaVersionError.
@@ -398,7 +406,7 @@ class KVStore:
         return written, dropped
 
     def refresh(self) -> int:
-        """Drop the blocks that are not, or no longer, in the durable tier; return how many left memory.
+        """Drop the blocks in memory that the durable tier does not have; return how many left memory.
 
         Call it when the document store's generation has advanced: blocks that another process deleted are still in this
         process's memory, and blocks that another machine deleted are still on this machine's disk. Blocks that were put

@@ -16,7 +16,7 @@ from ragcache.store.schema import chunks, counters, neighbours
 _T = TypeVar("_T")
 
 PART = 1000  # values in one IN list
-COMPARED = "neighbours_compared"
+COMPARED = "neighbours_compared"  # name of the counter that `NeighbourTable.compared` returns
 NEIGHBOURS = "neighbours"
 """The store's property that holds a `NeighbourChoice`."""
 SIMILARITY, DOCUMENT = "similarity", "document"
@@ -63,7 +63,7 @@ class KnownNeighbours(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class NeighbourTable:
-    """Neighbours by vector id. The neighbours of a chunk without any recorded have yet to be found.
+    """The recorded neighbours of chunks, by vector id. If a chunk has none recorded, they have yet to be found.
 
     Every change is one transaction, and waits for other writers as in `DocumentStore`. When a document is deleted or
     replaced, `discard_chunks` deletes the rows that name its chunks.
@@ -109,7 +109,7 @@ class NeighbourTable:
             return list(connection.scalars(query.order_by(chunks.c.vector_id)))
 
     def compared(self) -> int:
-        """Return the last vector id that all recorded neighbours were compared with; 0: none."""
+        """Return the highest vector id of the chunks that recorded neighbours were chosen among; 0: none."""
         with self._db.read() as connection:
             value = connection.scalar(select(counters.c.value).where(counters.c.name == COMPARED))
         return int(value or 0)

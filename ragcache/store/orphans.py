@@ -12,7 +12,10 @@ from ragcache.store.schema import chunks, garbage, neighbours
 
 
 def discard_chunks(connection: sa.Connection, collection: str, document_ids: Sequence[str]) -> None:
-    """Delete the chunks of a collection's documents, and the KV that was computed with any of them as a neighbour."""
+    """Delete the chunks of these documents of a collection, and record their KV as garbage.
+
+    KV that was computed with any of them as a neighbour becomes garbage, too.
+    """
     discard_read_behind(connection, collection, document_ids)
     own = sa.and_(chunks.c.collection == collection, chunks.c.document_id.in_(document_ids))
     to_garbage(connection, own)
@@ -21,7 +24,7 @@ def discard_chunks(connection: sa.Connection, collection: str, document_ids: Seq
 
 def discard_read_behind(connection: sa.Connection, collection: str, document_ids: Sequence[str]) -> None:
     """Discard the KV of chunks that have a neighbour in these documents, since the neighbour's text can be recovered
-    from it. The chunks lose their neighbours, which are found anew."""
+    from it. The chunks lose all of their recorded neighbours, which are then found again."""
     own, other = chunks.alias(), neighbours.alias()  # without aliases SQL would refer to the tables being changed
     gone = sa.select(own.c.vector_id).where(own.c.collection == collection, own.c.document_id.in_(document_ids))
     readers = sa.select(other.c.vector_id).where(other.c.neighbour.in_(gone))
@@ -40,6 +43,7 @@ def to_garbage(connection: sa.Connection, condition: Any) -> None:
 
 
 def rescue(connection: sa.Connection) -> None:
+    """Take handles that a chunk refers to out of the garbage. Call it at the end of a change."""
     connection.execute(sa.delete(garbage).where(is_referenced()))
 
 

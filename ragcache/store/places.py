@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
     start:  offset in the text, in characters
     fields: metadata of a passage from here, such as {"page": 2, "page_label": "3"}
-    row:    number of the table's row that the line at `start` is; each further line is the next row. 0: no row
+    row:    number of the table's row in the line at `start`; each further line is the next row. 0: not in a table
     """
 
     start: int

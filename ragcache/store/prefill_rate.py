@@ -18,7 +18,10 @@ class PrefillRate:
 
     @classmethod
     def of(cls, tokens_s: float, attention_share: float = 0.0) -> Self:
-        """Make a rate from tokens per second, of which a share at 1,000 tokens grows with the square of the length."""
+        """Return the rate of a machine that prefills 1,000 tokens at `tokens_s` tokens per second.
+
+        attention_share: the share of that time that grows with the square of the length
+        """
         return cls((1 - attention_share) / tokens_s, attention_share / tokens_s / 1000)
 
     def seconds(self, num_tokens: float) -> float:

@@ -19,7 +19,7 @@ MISMATCHES: dict[str, type[errors.StoreMismatchError]] = {
     "tokenizer": errors.ModelMismatchError,
 }
 
-HELD = "held:"  # begins the names of properties that hold a handle
+HELD = "held:"  # begins the name of a property by which a handle counts as referenced; the handle follows
 
 
 def read_properties(connection: Connection) -> dict[str, object]:
@@ -29,12 +29,15 @@ def read_properties(connection: Connection) -> dict[str, object]:
 
 
 def held_handles(connection: Connection) -> set[str]:
-    """Return the handles that are referenced though no chunk has them."""
+    """Return the handles that count as referenced though no chunk has them; see `DocumentStore.hold`."""
     return {name.partition(":")[2] for name in read_properties(connection) if name.startswith(HELD)}
 
 
 def refuse_other(bound: object, name: str, value: object, where: str) -> None:
-    """Raise the mismatch error of `name` if `value` differs from the bound value."""
+    """Raise the error of `name` in MISMATCHES if `value` differs from the bound value.
+
+    where: the database's name in the error
+    """
     if bound != json.loads(json.dumps(value)):
         raise MISMATCHES.get(name, errors.StoreMismatchError)(
             f"{where}: made with {name} {bound!r}, not {value!r}; use that one again, or make a new store"

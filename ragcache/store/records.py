@@ -16,7 +16,12 @@ NOT_STORED = -1
 
 @dataclass(frozen=True)
 class NewDocument:
-    """A document to store. metadata: a JSON object. file: place of the file that it was read from, or ""."""
+    """A document to store.
+
+    content_hash: distinguishes changed from unchanged input
+    metadata:     a JSON object
+    file:         `SourceFile.place` of the file that it was read from, or ""
+    """
 
     id: str
     source: str = ""
@@ -86,7 +91,8 @@ class Chunk:
     metadata:  the document's metadata, overridden by the chunk's own
     vector_id: the chunk's name in the vector index, never reused; NOT_STORED for a passage that was not ingested
     source, title: the document's
-    collection: of its document; salt: secret that its KV is named by, or None for a passage that was not ingested
+    collection: its document's collection
+    salt:      the collection's secret, which is part of the KV's names; None for a passage that was not ingested
     neighbours: ids of the chunks that precede this chunk when its KV is computed, in reading order, if looked up
     cut_from: if token_ids are a part of the passage: all of the passage's ids, and how many of them precede the part
     is_learnt: whether it is a piece of earlier prompts, which no caller supplied as a passage

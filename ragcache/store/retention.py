@@ -11,19 +11,20 @@ from dataclasses import KW_ONLY, dataclass
 from ragcache.errors import ConfigError
 from ragcache.store.tiers import DurableTier
 
-MARKS_PER_LIFE = 16
+MARKS_PER_LIFE = 16  # how often the durable tier records the use of a block within its time to live, at most
 _MOST_KNOWN = 1 << 17
 
 
 @dataclass(eq=False, repr=False)
 class Expiry:
-    """Last uses of blocks: this process's by a clock that never jumps, other processes' as the durable tier records
-    them.
+    """The last uses of blocks, and which blocks have expired.
 
-    The wall clock is read once, so its later changes have no effect. A mark from the future counts as a use now, and is
-    corrected. If the wall clock was wrong when the process began, a block can look too old: it is then computed again.
+    This process's uses are timed by a clock that never jumps, other processes' uses are those that the durable tier
+    records. The wall clock is read once, so its later changes have no effect. A recorded use in the future counts as a
+    use now, and is corrected. If the wall clock was wrong when the process began, a block can look too old: it is then
+    computed again.
 
-    ttl_s: None: no block ever expires, and none is marked
+    ttl_s: seconds without use after which a block expires; None: no block expires, and no use is recorded
     """
 
     ttl_s: float | None
@@ -72,6 +73,7 @@ class Expiry:
         return last is not None and now - last >= self.ttl_s
 
     def forget(self, key: str) -> None:
+        """Forget this process's uses of a block that was deleted."""
         with self._lock:
             self._used_at.pop(key, None)
             self._marked_at.pop(key, None)

@@ -6,7 +6,10 @@ import logging
 
 
 class WarnOnce:
-    """A logger of the first error of each type, and of the first after things have worked again."""
+    """A logger that logs the first error of each type as a warning, and its repetitions at level DEBUG.
+
+    After `worked`, the next error of a type is the first again.
+    """
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log

@@ -26,7 +26,9 @@ class Blob(NamedTuple):
 
 
 class Blobs(ABC):
-    """A holder of blobs by name, a path of letters, digits, dots and hyphens. Safe to call from several threads.
+    """A holder of blobs by name, where a name is a path of letters, digits, dots and hyphens.
+
+    Safe to call from several threads.
 
     A blob is created and replaced atomically. The service's client retries temporary failures and gives up within
     seconds. All methods raise StoreUnreachableError, and StoreError if the service refuses.

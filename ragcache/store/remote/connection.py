@@ -96,7 +96,10 @@ class Connection:
             self._is_ours = True
 
     def reseal(self) -> None:
-        """Note the secret that seals now, once all blocks have its seal."""
+        """Write the id of the store's present secret into the marker. Call it once all blocks are sealed with it.
+
+        Raises the errors of `use`, and StoreFullError, StoreReadOnlyError.
+        """
         with self.use(to_write=True) as blobs:
             blobs.put(MARKER, self._mark())
 

@@ -40,7 +40,7 @@ class BudgetedTier(Tier):
     is counted until its use ends. A block that is larger than the space that can be freed, or worth less than its
     victims, is not kept, and nothing is evicted for it.
 
-    demote:    called with each victim before it is freed; nothing at first
+    demote:    called with each victim before it is freed; it does nothing until the tier's owner sets it
     is_pinned: whether a key is never evicted
     """
 

@@ -31,8 +31,8 @@ class Demotion:
     referenced: Callable[[Iterable[str]], set[str]] | None
 
     def __post_init__(self) -> None:
-        self._passing: set[str] = set()  # held in memory for a moment, and never written
-        self._late: set[str] = set()  # written since the last check of references
+        self._passing: set[str] = set()  # blocks in memory that must not be written
+        self._late: set[str] = set()  # blocks written since the last check of references
         self._complaints = WarnOnce(log)
         self._lock = threading.Lock()
 
@@ -68,14 +68,19 @@ class Demotion:
             self._passing.discard(key)
 
     def wanted(self, keys: Iterable[str]) -> set[str]:
-        """Return those of the blocks in memory that may stay there although the durable tier no longer has them."""
+        """Return those of these blocks that may stay in memory although the durable tier lacks them.
+
+        These are the blocks that chunks refer to, without the passing blocks.
+        """
         with self._lock:
             known = set(keys) - self._passing
         return self.referenced(known) if self.referenced is not None and known else set()
 
     def delete_late(self) -> None:
-        """Delete blocks that were written after another process had deleted their document, and so did not find
-        them."""
+        """Delete blocks that this process has written although no chunk refers to them any longer.
+
+        Another process deleted their document before they were written, and so did not find them.
+        """
         with self._lock:
             late, self._late = self._late, set()
         if self.referenced is None or not late:

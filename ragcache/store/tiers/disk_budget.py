@@ -37,7 +37,11 @@ class Reservation(NamedTuple):
 
 @dataclass
 class _Books:
-    """Contents of the counter file. epoch: how often the directory was counted anew."""
+    """Contents of the counter file.
+
+    epoch:       increases whenever the directory is counted again
+    total_bytes: the sum of all sizes
+    """
 
     epoch: int
     total_bytes: int
@@ -47,10 +51,10 @@ class _Books:
 class DiskBudget:
     """A limit of budget_bytes on the sizes of all files below a root, temporary files included, at every moment.
 
-    The directory itself is what counts: before a writer writes the first byte, it makes its temporary file as large as
-    it is going to be, under a lock that all processes share; victims are deleted before that, under the same lock. A
-    small file beside the blocks holds the sum, so that no process has to walk the directory for every block. The sum is
-    never too low; a kill can leave it too high, and every process that opens the root counts anew.
+    The limit applies to the directory itself: before a writer writes the first byte, it extends its temporary file to
+    its final size, under a lock that all processes share. Victims are deleted before that, under the same lock. A small
+    file beside the blocks holds the sum of all sizes, so that no process has to walk the directory for every block. The
+    sum is never too low. A kill can leave it too high, so every process that opens the root computes it again.
 
     Several processes share the limit if each sets a budget; files of a process without a budget are noticed only when
     space is needed. A block in use is never evicted by its own process; when another process evicts it, the file system
@@ -94,8 +98,8 @@ class DiskBudget:
             return Reservation(entry.num_bytes, books.epoch)
 
     def rename(self, temporary: Path, path: Path, entry: Entry) -> None:
-        """Give the reserved file its final name, and return the bytes of the file that had it. Raises StoreBusyError,
-        StoreReadOnlyError."""
+        """Give the reserved file its final name, and subtract the bytes of a file that it replaces. Raises
+        StoreBusyError, StoreReadOnlyError."""
         with self._alone() as books:
             replaced = self._files.size(entry.key) or 0
             os.replace(temporary, path)
@@ -105,8 +109,8 @@ class DiskBudget:
                 self._ledger.add(entry)
 
     def release(self, reservation: Reservation) -> None:
-        """Return the bytes of a reserved file that was deleted. If another process has counted since, the sum stays: it
-        may already exclude them."""
+        """Subtract the bytes of a reserved file that was deleted from the sum. If the directory has been counted again
+        since the reservation, the sum stays: it may already exclude them."""
         with suppress(OSError), self._alone() as books:
             if books.epoch == reservation.epoch:
                 self._write(books, books.total_bytes - reservation.num_bytes)
@@ -210,7 +214,7 @@ class DiskBudget:
                 self._file_lock.release()
 
     def _count(self, books: _Books) -> None:
-        """Walk the directory for the true sum and the list of blocks. Delete leftovers of killed writers."""
+        """Compute the sum and the list of blocks by walking the directory. Delete leftovers of killed writers."""
         found, total = [], 0
         for file in self._files.walk():
             if is_leftover(file.path, 0.0):
@@ -250,7 +254,7 @@ class DiskBudget:
                 self._take_stock([file for file in self._files.walk() if file.key is not None])
 
     def _take_stock(self, found: list[BlockFile]) -> None:
-        """Add the blocks that are new to the ledger by their last use; remove the missing blocks."""
+        """Make the ledger list exactly the blocks that were found; new blocks are added in order of their last use."""
         there = {file.key for file in found}
         for key in set(self._ledger.keys()) - there:
             self._ledger.remove(key)

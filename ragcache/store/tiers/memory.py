@@ -1,4 +1,4 @@
-"""Tiers in host or device memory, under a byte budget."""
+"""The tier in host memory, under a byte budget."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ class MemoryTier(BudgetedTier):
         self.page_locked = self.page_locked or device.type == "cuda"
 
     def taken(self, num_bytes: int) -> int:
-        """Round up to a power of two if page-locked, as PyTorch's allocator does."""
+        """Return the bytes of memory that a tensor of num_bytes occupies.
+
+        In page-locked memory PyTorch's allocator rounds them up to a power of two.
+        """
         return 1 << (num_bytes - 1).bit_length() if self.page_locked and num_bytes else num_bytes
 
     def read(self, key: str, tier: DurableTier) -> KVBlock | None:

@@ -27,8 +27,8 @@ class RemoteTier(DurableTier):
     """A tier of blobs: blocks/aa/<key>.safetensors, with the same bytes as a file on disk, and uses/aa/<key> with the
     time of the last use.
 
-    Reading from a remote that does not answer is a miss, with a warning; `verify`, `keys`, `delete` and all writing
-    methods raise StoreUnreachableError. A failing remote only means that blocks are computed again.
+    A read from a remote that does not answer finds no block and logs a warning, so that blocks are computed again;
+    `verify`, `keys`, `delete` and all writing methods raise StoreUnreachableError.
     """
 
     name = "remote"

@@ -95,10 +95,10 @@ class TierStack:
         return found | {key: Stored(self.durable.name, size) for key, size in kept.items()}
 
     def drop_unwanted(self, *, copies: bool) -> int:
-        """Delete blocks that no chunk refers to: copies on this machine's disk, and blocks in memory that the durable
-        tier does not have. Return how many blocks left memory.
+        """Delete the blocks that no chunk refers to from the caches on this machine's disk, and from memory those that
+        the durable tier does not have either. Return how many blocks left memory.
 
-        copies: whether the copies on disk can be removed
+        copies: whether the caches on disk may be changed
         """
         caches = self.durable.caches if copies and self.demotion.referenced is not None else ()
         here = [(tier, key) for tier in caches for key in list(tier.keys())]

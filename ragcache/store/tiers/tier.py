@@ -141,7 +141,7 @@ class DurableTier(Tier):
         return codec.decode(encode_block(key, block, codec))
 
     def codec_for(self, block: KVBlock, encoded: bool) -> Codec:
-        """Return the codec that `put` encodes a block with."""
+        """Return the codec that `put` encodes a block with. encoded: see `put`"""
         return codec_of(block) if encoded else self.codec.now
 
     def sizes(self, keys: Iterable[str]) -> dict[str, int]:
