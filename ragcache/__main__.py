@@ -8,7 +8,7 @@ from ragcache.foreign_package import refuse_foreign
 
 
 def main() -> None:
-    """Run the command line, unless another project's package lies among the files that it would import."""
+    """Run the command line, or exit with an error if another project's package `ragcache` is installed too."""
     try:
         refuse_foreign()
     except ForeignPackageError as error:
@@ -16,7 +16,7 @@ def main() -> None:
     from ragcache.cli.commands import main as run
 
     for stream in (sys.stdout, sys.stderr):
-        # A pipe's encoding may lack letters of a passage: these are written out, and the answer is not lost for them.
+        # A pipe's encoding may lack letters of a passage. They are escaped, so that printing the answer does not fail.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     run()

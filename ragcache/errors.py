@@ -2,11 +2,11 @@
 
     RagCacheError
     ├── ConfigError                     an argument or option is out of range (also a ValueError)
-    │   └── UnknownOptionError          a call or a configuration has none of this name (also a TypeError)
+    │   └── UnknownOptionError          a call or a configuration has no option of this name (also a TypeError)
     ├── PromptError                     a question or prompt that cannot be run
     │   ├── ContextTooLongError
     │   ├── AnswerTooLargeError         its KV would take more memory than all answers together may
-    │   └── LayoutError                 a request's layout that does not add up to its prompt (vLLM)
+    │   └── LayoutError                 a request's layout that does not fit its prompt (vLLM)
     ├── ModelError
     │   ├── ModelNotFoundError          not a directory or hub id of a model
     │   ├── AdapterError                an adapter that is damaged, or belongs to another model
@@ -17,7 +17,7 @@
     ├── ForeignPackageError             another project's package `ragcache` is installed beside this one (also an
     │                                   ImportError)
     ├── PluginError                     a plug-in of another distribution that cannot be loaded
-    ├── NotAllowedError                 a key's scopes or collections do not allow it
+    ├── NotAllowedError                 an API key's scopes or collections do not allow the request
     ├── EngineError                     another engine (vLLM) cannot be reached, refuses, or broke off
     ├── ForkedError                     a store or model of a parent process is used in its fork
     ├── CancelledError                  the caller gave up
@@ -104,7 +104,7 @@ class AnswerTooLargeError(PromptError):
 
 
 class LayoutError(PromptError):
-    """A request's layout names tokens that its prompt does not have, or not in that order."""
+    """A request's layout is malformed, or does not fit its prompt."""
 
 
 class ModelError(RagCacheError):
@@ -282,7 +282,7 @@ class NoSuchCollectionError(StoreError):
 
 
 class NotAllowedError(RagCacheError):
-    """A key's scopes or collections do not allow this."""
+    """An API key's scopes or collections do not allow the request."""
 
 
 class UnknownHandleError(StoreError):
@@ -323,7 +323,7 @@ class MetadataError(IngestError):
 
 @contextmanager
 def blaming(option: str) -> Iterator[None]:
-    """Name this option in a ConfigError that names no option itself."""
+    """Set `option` on a ConfigError that the `with` block raises without naming an option."""
     try:
         yield
     except ConfigError as error:
@@ -349,9 +349,10 @@ def check_type(name: str, value: object, kinds: type | tuple[type, ...], way_out
 
 
 class Config:
-    """Base of the dataclasses of options: an unknown option is refused, with a hint at the option that is meant.
+    """Base of the dataclasses of options. An unknown option raises UnknownOptionError, which hints at the right name.
 
-    elsewhere: by field, the names that other libraries use for it
+    elsewhere: keyword arguments of the class statement: for a field, the names that other libraries give it, separated
+               by spaces (`max_tokens="chunk_size"`)
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -369,13 +370,16 @@ class Config:
 
     @classmethod
     def said(cls, name: str) -> str | None:
-        """Return how to write a field, given its name here or in another library; None if it is unknown."""
+        """Return how to write a field, as "rc.ChunkerConfig(max_tokens=...)"; None if no field has this name.
+
+        name: the field's name here or in another library
+        """
         named = (field for field in cls.__dataclass_fields__ if name in (field, *cls._elsewhere.get(field, "").split()))
         return next((f"rc.{cls.__name__}({field}=...)" for field in named), None)
 
 
 def check_text(text: str) -> None:
-    """Raise PromptError for a text that is not valid Unicode: a front end cut it within a surrogate pair."""
+    """Raise PromptError if the text is not valid Unicode, as after a cut between the halves of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -403,7 +407,7 @@ FAILED = {errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE}
 
 @contextmanager
 def translate_os_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Translate the operating system's write errors into store errors that name `path`.
+    """Translate errors of the operating system in the `with` block into store errors that name `path`.
 
     Raises StoreFullError (ENOSPC, EDQUOT), StoreReadOnlyError (EROFS, EACCES, EPERM) and StoreFailedError (EIO and the
     like); others pass through.

@@ -32,7 +32,7 @@ Rename = Callable[[Path, Path], None]
 
 
 def cache_home() -> Path:
-    """Return the directory for what can be made again: $XDG_CACHE_HOME/ragcache, by default ~/.cache/ragcache."""
+    """Return the directory for files that can be made again: $XDG_CACHE_HOME/ragcache, or ~/.cache/ragcache."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     root = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
     return root / "ragcache"
@@ -42,11 +42,11 @@ def cache_home() -> Path:
 def atomic_write(path: Path, mode: int = 0o666, rename: Rename | None = None) -> Iterator[BinaryIO]:
     """Yield an unbuffered file that becomes `path` when the body ends without an error.
 
-    mode:   its permissions, less the umask
-    rename: gives the written file its final name
+    mode:   the file's permissions, less the umask
+    rename: called with the temporary and the final path to rename the file; None: `os.replace`
 
-    The directory is created if it is missing. If anything fails, the temporary file is removed. Raises StoreFullError,
-    StoreReadOnlyError.
+    The directory is created if it is missing. If anything fails, the temporary file is removed. Raises the errors of
+    `translate_os_errors`.
     """
     with translate_os_errors(path):
         make_directory(path.parent)
@@ -104,14 +104,15 @@ def file_digest(path: Path) -> bytes:
 def make_directory(path: Path) -> None:
     """Create a directory and its parents so that they survive a power cut.
 
-    Those that exist are flushed once a process too: another process may have made them a moment ago.
+    Directories that exist already are flushed too, once in each process: another process may have made them a moment
+    ago.
     """
     if path in _FLUSHED and path.is_dir():
         return
     if path != path.parent:
         make_directory(path.parent)
         path.mkdir(exist_ok=True)
-        with suppress(PermissionError):  # of a directory above the store, which it has not made
+        with suppress(PermissionError):  # a directory above the store may belong to another user
             flush_directory(path.parent)
     _FLUSHED.add(path)
 
@@ -134,8 +135,8 @@ def final_path(path: Path) -> Path | None:
 def is_leftover(path: Path, older_than_s: float) -> bool:
     """Return whether `path` is a temporary file of `atomic_write` whose writer has stopped.
 
-    It is if it is older than `older_than_s` and its writer's process has ended. After a day the process id is ignored:
-    ids are reused, and the writer may have run on another machine.
+    A file is a leftover if it is older than `older_than_s` seconds and its writer's process has ended. A file that is
+    older than a day is a leftover in any case: process ids are reused, and the writer may have run on another machine.
     """
     match = _TEMPORARY.fullmatch(path.name)
     if match is None:

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 NAME = "ragcache"
-# This project's summary from when its distribution had the same name: an old editable install is not another project's.
+# This project's own summary. Its distribution was once called `ragcache` too, and an old editable install is no error.
 OWN_SUMMARY = "Retrieval-augmented generation that never reads the same passage twice"
 
 
 @cache
 def refuse_foreign() -> None:
-    """Look through the installed distributions, once. Raises ForeignPackageError."""
+    """Raise ForeignPackageError if another project's distribution `ragcache` is installed. A success is remembered."""
     from importlib.metadata import distributions  # slower to import than the rest of `import ragcache`
 
     for found in distributions(name=NAME):

@@ -1,4 +1,4 @@
-"""Load objects by name: plug-ins that packages add through entry points, and objects in the wheel's own annexes.
+"""Load objects by name: plug-ins that packages add through entry points, and objects in the annexes of the wheel.
 
 A package registers a method, codec, command, reader, engine or router under a name in one of the groups below. Other
 kinds of object are listed in a plain dict in the module that uses them; its values are objects or places such as

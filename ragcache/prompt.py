@@ -33,7 +33,7 @@ TURN_MARK = MARK + "turn-{}\ue000"  # a place in a conversation, by its number
 _TURN_MARKS = re.compile(f"({TURN_MARK.format('[0-9]+')})")
 Message = Mapping[str, Any]  # JSON, as chat templates take it
 TEMPLATE_S = 5.0  # the longest that a chat template may take for a prompt: a good one takes milliseconds
-PART = 1 << 16  # characters of a long text that are counted at once
+PART = 1 << 16  # characters of a long text whose tokens are counted at once
 CLOCK = "strftime_now"  # the function that a chat template calls for the time
 DEFAULT_QUESTION_FORMAT = "Question: {question}"  # chunks end with their own newline
 
@@ -99,8 +99,8 @@ class Prompt:
         object.__setattr__(self, "label_ids", labels if any(labels) else ())
         if labels and len(labels) != len(self.chunk_ids):
             raise PromptError(
-                f"{len(labels)} labels were given for {len(self.chunk_ids)} chunks; give one a chunk, an empty one "
-                "where there is none"
+                f"{len(labels)} labels were given for {len(self.chunk_ids)} chunks; give each chunk a label, which may "
+                "be empty"
             )
         if not self.suffix_ids:
             raise PromptError("the suffix has no tokens; give the question at least one")
@@ -175,8 +175,9 @@ class PromptFormat:
 def exceeds(text: str, most: int, count: Callable[[str], int]) -> bool:
     """Return whether a long text has far more than `most` tokens, without tokenising all of it.
 
-    Tokenising takes a hundred times a text's size, so parts are counted until their sum is twice too many, since
-    cutting a text adds tokens. If this returns False, the text still has to be counted whole.
+    Tokenising takes a hundred times the text's size in memory. So parts of PART characters are counted until they have
+    more than twice `most` tokens, because the cuts between parts add tokens. If this returns False, the text may still
+    have more than `most` tokens. For a text of at most PART characters it always returns False.
 
     Args:
         count: Counts the tokens of a part.
@@ -206,7 +207,7 @@ def as_text(tokenizer: PreTrainedTokenizerBase, text: str, *, special_only: bool
     The cut comes after the first character, so that a template may still trim the text. A control token of a single
     character cannot be spelled in pieces: the cut replaces it.
 
-    special_only: leave out those that are control tokens only because the template writes them; see `control_tokens`
+    special_only: do not cut tokens that are control tokens only because the template writes them; see `control_tokens`
 
     Raises PromptError for half of a surrogate pair.
     """
@@ -278,8 +279,8 @@ def _control_spans(
 ) -> Iterator[tuple[int, int]]:
     """Yield the spans of control tokens in a text, as the tokenizer finds them.
 
-    A tokenizer may first fold other characters into a control token's. If it gives no offsets, the spellings are
-    searched for instead.
+    The tokenizer has to find them, because it may normalise other characters to those of a control token. A slow
+    tokenizer gives no offsets: with it, the text is searched for the spellings.
     """
     if not text:
         return
@@ -289,6 +290,7 @@ def _control_spans(
         return
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     for id, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        # A text outside the vocabulary gets the unknown token, which is a control token, without spelling it.
         unknown = id == tokenizer.unk_token_id and text[start:end].strip() != controls.get(id)
         if id in controls and not unknown and start < end:
             yield start, end
@@ -297,8 +299,9 @@ def _control_spans(
 class Shown(NamedTuple):
     """The inputs of a chat template other than the messages, cut by `as_text`.
 
-    tools: functions that it describes. variables: its own further variables, such as enable_thinking
-    date:  the date for a template that asks for the time; None: the time at which it is rendered
+    tools:     functions that the template describes to the model
+    variables: further variables of this template, such as enable_thinking
+    date:      the time that the template is given if it asks for the time; None: the time of rendering
     """
 
     tools: Sequence[Message] = ()
@@ -325,6 +328,8 @@ def prompt_format(
     Without a template, BOS (if the tokenizer has one), the system text and a newline precede the context, and the
     question and "\\nAnswer:" follow it. A tokenizer may state its own question format as
     `init_kwargs["ragcache_question_format"]`.
+
+    system: the system prompt. shown: the template's other inputs
 
     Raises ConfigError if the question format has no {question}, or the template drops or repeats the user message.
     """
@@ -407,10 +412,10 @@ def _halves(
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Message], shown: Shown = NOTHING_SHOWN) -> str:
-    """Return the turns as the template writes them.
+    """Return the turns as the template writes them, with control tokens cut in the assistant's messages too.
 
-    A template may parse an assistant's message: Qwen's drops everything before </think>. So if cutting such a token
-    changes the output, tokens that are not special are left to the template.
+    A template may parse an assistant's message: Qwen's template drops everything before </think>. So if cutting tokens
+    that are not special changes the output, these tokens are left uncut for the template.
     """
     text = _written(tokenizer, _with_answers_cut(tokenizer, turns), shown)
     if CUT in text and (left := _with_answers_cut(tokenizer, turns, special_only=True)) != turns:

@@ -1,4 +1,5 @@
-"""Teams of threads, with which PyTorch runs large operations on a CPU.
+"""Control of threads: the OpenMP teams with which PyTorch runs large operations on a CPU, time limits for Python code
+of others, and a thread for background work.
 
 GNU OpenMP gives every thread that runs such an operation its own team, which lasts as long as the thread. While all
 teams together have more threads than the machine has processors, no team thread spins while it waits for its next
@@ -7,7 +8,7 @@ instead of 8, and a pass of a model has hundreds of operations. So a thread that
 for as long as it lives (docs/architecture.md).
 
 Therefore threads that only read, copy and write run their operations alone, and a thread that computes ends its team
-before it waits and when it has finished. Without an OpenMP library these functions do nothing.
+before it waits and when it has finished. Without an OpenMP library the functions for teams do nothing.
 """
 
 from __future__ import annotations
@@ -91,8 +92,11 @@ _LOOK_S = 0.25
 
 @contextmanager
 def bounded(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError if Python code of others takes longer in the `with` block. It is interrupted within a quarter
-    of a second, between two of its instructions; a single call into C is not."""
+    """Interrupt the `with` block and raise TimeoutError if it takes longer than `seconds`: for Python code of others.
+
+    The interruption comes at most a quarter of a second late, between two Python instructions. A single call into C is
+    not interrupted.
+    """
     own = threading.get_ident()
     _watch()
     try:
@@ -107,9 +111,10 @@ def bounded(seconds: float) -> Iterator[None]:
 
 
 def _forget(thread: int) -> None:
-    """Interrupt this thread no more. An interruption that is on its way is raised here.
+    """Stop watching a thread. An interruption that was already sent to it is raised here.
 
-    It is not withdrawn: CPython 3.11 would go on looking for it before each instruction.
+    The interruption is not withdrawn, because CPython 3.11 would then go on checking for it before each instruction.
+    The loop gives it instructions between which it can be raised.
     """
     with _DEADLINES_LOCK:
         _DEADLINES.pop(thread, None)
@@ -149,9 +154,9 @@ def during(variable: ContextVar[_T], value: _T) -> Iterator[None]:
 
 
 class Background:
-    """A thread of its own for work that may be left undone. Close it before what the work needs.
+    """A thread for work that may be left undone. Close it before the objects that the work uses.
 
-    most: calls that may wait; beyond them, `submit` does nothing
+    most: calls that may be waiting or running; beyond them, `submit` does nothing
     """
 
     def __init__(self, name: str, most: int) -> None:
@@ -164,11 +169,11 @@ class Background:
             return
         try:
             self._pool.submit(work, *arguments).add_done_callback(lambda _: self._room.release())
-        except RuntimeError:  # it is being closed
+        except RuntimeError:  # the pool is being closed
             self._room.release()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until all calls so far have ended, or for this time."""
+        """Wait until all calls submitted so far have ended, or `timeout_s` seconds have passed."""
         with suppress(RuntimeError, TimeoutError):
             self._pool.submit(int).result(timeout_s)
 

@@ -4,8 +4,8 @@
 
 The store's secret and the salt give each file a key of its own: keyed BLAKE2b over the file's name. The tag is that of
 AES-256-GCM: over header and data ("mac"), or over the header and the data that it encrypts ("gcm"). So a file that was
-changed, renamed or sealed by another secret is not believed. BLAKE2b over the data itself would read 0.8 GB/s on a
-processor whose AES instructions authenticate 9, which is slower than a disk's page cache.
+changed, renamed or sealed by another secret is refused. The data itself is not hashed by BLAKE2b: that reads 0.8 GB/s,
+slower than a disk's page cache, on a processor whose AES instructions authenticate 9 GB/s.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 VARIABLE = "RAGCACHE_STORE_KEY"
-"""The environment variable with a store's secret, in place of the file in its folder: 64 hex digits. Of several, with
-commas between, the first seals, and all open."""
+"""The environment variable that holds a store's secret, instead of the key file in the store's folder: 64 hex digits.
+It may hold several secrets, separated by commas: the first seals new files, and each opens the files that it sealed."""
 _MAC, _GCM = b"mac:", b"gcm:"
 _ID, _SALT, _TAG = 8, 16, 16  # bytes
 MARK_LENGTH = len(_MAC) + 2 * (_ID + _SALT + _TAG)
@@ -36,10 +36,11 @@ _PIECE = 1 << 26
 
 
 class Seal:
-    """The secrets of a store, by id: the first seals what is written, and each opens what it has sealed.
+    """The secrets of a store, by id: the first seals new files, and each opens the files that it has sealed.
 
     encrypts: whether the data of new files is encrypted
-    file:     the key file; it is read again when another process has rotated the secret. None: the environment
+    file:     the key file; it is read again when another process has rotated the secret. None: the secrets come from
+              the environment
     """
 
     def __init__(self, known: Iterable[bytes], *, encrypts: bool = False, file: Path | None = None) -> None:
@@ -89,10 +90,11 @@ class FileSeal(NamedTuple):
         return kind + (bytes.fromhex(id) + salt + cipher.tag).hex().encode(), written
 
     def opens(self, mark: bytes, head: bytes | bytearray, data: memoryview) -> bool:
-        """Return whether the store sealed this file under this name. Encrypted data is decrypted in place, and is of no
-        use if the seal is broken.
+        """Return whether the store sealed this file under this name.
 
-        head, data: the file without its mark, see `close`; a copy of the data, writable
+        mark: the file's mark
+        head: the beginning of the file as `close` was given it
+        data: the rest of the file, in writable memory: encrypted data is decrypted in place, also if the seal is broken
         """
         from cryptography.exceptions import InvalidTag
 
@@ -126,10 +128,10 @@ def open_seal(file: Path, *, encrypts: bool = False) -> Seal:
 
 
 def read_key(file: Path) -> list[bytes]:
-    """Return the secrets in a key file. Raises SealError if it is missing, malformed, or not its owner's alone.
+    """Return the secrets in a key file.
 
-    Who may write into the folder could replace the file: so it has to belong to this user, to root, or to the owner of
-    the folder.
+    Raises SealError if the file is missing, malformed or open to other users, or belongs to another user than this
+    user, root, or the owner of its folder: anyone who may write into the folder could have replaced it.
     """
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -206,4 +208,4 @@ def _version(file: Path) -> tuple[int, int] | None:
 
 
 UNSEALED = Seal([bytes(32)])
-"""The seal of files that belong to no store: everybody has its secret, so it finds damage and nothing else."""
+"""The seal of files that belong to no store. Its secret is public, so it detects damage but no forgery."""

@@ -36,10 +36,10 @@ def ask(
     as_json: flags.Json = False,
     local: Annotated[bool, flags.option("--local", "Open the store here, also where a server runs over it.")] = False,
 ) -> None:
-    """Answer a question from the store; the answer is written as it comes, then its sources.
+    """Answer a question from the store: write the answer as it is generated, then its sources.
 
-    Where `ragcache serve` runs over the store on this machine, it is asked (with RAGCACHE_API_KEY as its key), and no
-    model is loaded. Options of how a store is opened have the store opened here.
+    If `ragcache serve` runs over the store on this machine, the question goes to that server (with RAGCACHE_API_KEY as
+    the key), and no model is loaded. With options that say how the store is opened, this command opens it itself.
     """
     if not local:
         found = _served(
@@ -65,7 +65,7 @@ def why(
     answer: AnswerOptions,
     as_json: flags.Json = False,
 ) -> None:
-    """Say for each passage of a question why it is, or is not, read from stored KV. Nothing is answered."""
+    """Say for each passage of a question why it is, or is not, read from stored KV. No answer is generated."""
     asked = [{"role": "user", "content": sys.stdin.read()}] if question == "-" else question
     options = answer.call_options()
     if not isinstance(asked, str):
@@ -91,8 +91,11 @@ def _served(
     *,
     quiet: bool,
 ) -> dict[str, Any] | None:
-    """Return the answer of the server over this store. Returns None, with the reason on standard error, if the store
-    has to be opened here.
+    """Return the answer of the server over this store in the form of `Answer.to_json`, and print its text as it comes.
+
+    Return None if the store has to be opened here: no server runs over it, or a reason was written to standard error.
+
+    more: fields of the request beside `answer`. quiet: do not print the answer's text
     """
     try:
         server = find_server(store.store)
@@ -142,11 +145,11 @@ def chat(
         bool, flags.option("--web", "Chat in a web page: the API and the page, on --host and --port.")
     ] = False,
 ) -> None:
-    """Ask one question after another. Each stands for itself: passages are read, earlier questions are not.
+    """Ask one question after another. Each question is answered alone, without the questions before it.
 
-    With --context keep the chat is one conversation: every turn goes on from the questions, answers and passages
-    before it, and only what is new is read. Ctrl-C ends an answer, /exit or Ctrl-D the chat. With --web a page takes
-    the terminal's place, where a conversation goes on from its earlier questions; Ctrl-C ends the server.
+    With --context keep the chat is a conversation: every turn continues from the questions, answers and passages before
+    it, and the model reads only the new text. Ctrl-C ends an answer, /exit or Ctrl-D ends the chat. With --web you chat
+    in a web page instead of the terminal, and its conversations include earlier questions; Ctrl-C ends the server.
     """
     if web:
         settings = ServerSettings(answers=answer)
@@ -169,10 +172,10 @@ def chat(
 
 
 def _conversation(kb: RagCache, options: Mapping[str, Any]) -> Callable[[str], Iterator[Event]]:
-    """Return a function that asks a question in a conversation: after earlier questions, over their passages and its
-    own.
+    """Return a function that asks the next question of a conversation, and yields the events of its answer.
 
-    A question that failed or was stopped is dropped from the conversation.
+    The prompt holds the earlier questions, their answers and passages, and the question's own passages. A question that
+    failed or was stopped is dropped from the conversation.
     """
     from ragcache import Done
 
@@ -233,7 +236,7 @@ def print_answer(answer: Mapping[str, Any]) -> None:
 
 
 def source_line(hit: Mapping[str, Any]) -> str:
-    """Return the title, source, place in it, score, and where the KV came from."""
+    """Return a line about a passage: title, source, place in the source, score, and where its KV came from."""
     title = hit["title"] or hit["document_id"]
     where = "" if hit["source"] in ("", title) else f" ({hit['source']})"
     place = f", {hit['place']}" if hit["place"] else ""

@@ -1,4 +1,4 @@
-"""A server writes its address into its store, and `ask` sends questions to it instead of loading models."""
+"""The way from `ask` to a server: the server writes its address into its store, and `ask` sends questions there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ragcache.files import atomic_write, write_all
 
 FILE, LOCK = "server.json", "server.lock"
 KEY = "RAGCACHE_API_KEY"
-READY_S = 0.3
+READY_S = 0.3  # the longest wait for a connection, and for the server to say that it is ready
 MOST_S = 600.0
 """Seconds to wait for the next piece of an answer if no limit is given: a server's default limit for a whole answer."""
 # Hosts on which a server may listen, and the host to connect to. The key is sent to no other machine.
@@ -35,7 +35,12 @@ class NotServedError(Exception):
 
 
 class Address(NamedTuple):
-    """A server's address. url: of the server. model: its name there. weights: the name that the model was loaded by"""
+    """A server's address.
+
+    url:     where the server listens
+    model:   the name by which requests call its model
+    weights: the name by which the model was loaded
+    """
 
     url: str
     model: str
@@ -44,10 +49,10 @@ class Address(NamedTuple):
 
 @contextmanager
 def announced(root: Path, address: Address) -> Iterator[None]:
-    """Write the server's address into the store while the body runs, and hold a lock, which ends with the process in
-    any case.
+    """Write the server's address into the store for the length of the `with` block, and hold a lock.
 
-    Nothing is written if another server holds the lock or the store cannot be written to.
+    The system releases the lock when the process ends, however it ends. Nothing is written if another server holds the
+    lock or the store cannot be written to.
     """
     lock = FileLock(root / LOCK)
     try:
@@ -97,12 +102,13 @@ def find_server(root: Path) -> Address | None:
 def ask_server(
     address: Address, question: str, options: AnswerOptions, more: Mapping[str, Any], say: Callable[[str, str], None]
 ) -> dict[str, Any]:
-    """Return the answer of a server in the form of `Answer.to_json`. `say` gets its pieces: "content" or
-    "reasoning_content".
+    """Return the answer of a server in the form of `Answer.to_json`.
 
     more: further fields of the API's extension
+    say:  called with each piece of the answer as it comes: "content" or "reasoning_content", and the text
 
-    Raises NotServedError if the server refuses the question, RagCacheError if it fails in the middle of an answer.
+    Raises NotServedError if the server cannot be reached or refuses the question, and RagCacheError if it fails in the
+    middle of an answer.
     """
     stated = {name: value for name, value in {**vars(options), **more}.items() if value not in (None, ())}
     body = {

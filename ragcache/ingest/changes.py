@@ -1,7 +1,7 @@
-"""Which stored document an input corresponds to, and which of the store's files have vanished.
+"""Match the inputs of an ingestion with stored documents, and find stored documents whose files have vanished.
 
-A file's document is found by its id. With `sync` it is also found by its content under a path that has vanished: the
-stored document then takes the new id and need not be computed again.
+A file's document is found by its id. With `sync` it is also found by its content, if the stored document's own file has
+vanished: the stored document then moves to the new id, and its KV need not be computed again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from ragcache.store.records import StoredVersion
 
 
 class Found(NamedTuple):
-    """The stored document of an input: its id, and whether it has the input's content (places are not compared)."""
+    """The stored document of an input: its id, and whether it has the input's content.
+
+    Pages, sheets and rows (`Document.places`) are not compared.
+    """
 
     id: str
     same: bool
@@ -40,7 +43,10 @@ class DocumentChanges:
     def find(self, document: Document, content_hash: str, file: str) -> Found | None:
         """Return the stored document that `document` corresponds to, or None if it is new.
 
-        file: place of the document's file, or ""
+        In order of preference: a document with its id and content, a document with its content whose file has vanished
+        (see `look_for_vanished`), a document with its id and other content.
+
+        file: path of the document's file (`SourceFile.place`), or ""
         Raises DuplicateDocumentError if its id belongs to a document of another file.
         """
         self._claimed.add(document.id)
@@ -63,10 +69,10 @@ class DocumentChanges:
         self._versions[new_id] = version
 
     def place(self, id: str, file: SourceFile) -> str:
-        """Return the place to store with a document of the file.
+        """Return the path to store with a document of the file, as its place.
 
-        If the file was found through a link, the stored document's place is kept while it leads to the same file. A
-        place without links replaces it.
+        The file's path replaces the stored one, except if the file was found through a link: then the stored path is
+        kept as long as it leads to the same file.
         """
         stored = self._versions.get(id)
         known = None if stored is None else stored.file
@@ -90,18 +96,18 @@ class DocumentChanges:
     # Files that have vanished
 
     def look_for_vanished(self, roots: Collection[str], found: Mapping[str, str]) -> None:
-        """Note the documents under the roots whose files have vanished, or whose place is now a link to another file.
+        """Note the documents under the roots whose files have vanished, or whose path is now a link to another file.
 
         `find` then recognises their content at other paths.
 
-        found: ids of the files that were found, by their places
+        found: ids of the files that were found, by the paths where they were found
         """
         linked = {place: file for place, file in found.items() if place != file}
         files = set(found.values())
         for id, stored in self._versions.items():
             if not stored.file:
                 continue
-            if (file := linked.get(stored.file)) is not None:  # ids of its documents: the file's own, or begin with it
+            if (file := linked.get(stored.file)) is not None:  # a file's documents have its id, or its id, # and more
                 has_moved = os.path.isabs(id) and id not in files and not id.startswith(f"{file}#")
             else:
                 has_moved = stored.file not in found and _is_under(stored.file, roots) and _is_gone(stored.file)
@@ -111,7 +117,8 @@ class DocumentChanges:
     def vanished(self, roots: Collection[str], read: Mapping[str, bool], seen: Collection[str]) -> list[str]:
         """Return the ids of documents under the roots whose files have vanished or no longer contain them.
 
-        read: whether a file was read without a failure, by its place. seen: ids of the documents in all files
+        read: whether a file was read without a failure, by the path where it was found
+        seen: ids of the documents in all files that were read
         """
         return [
             id

@@ -1,4 +1,4 @@
-"""A language model's tokenizer as ingestion uses it: the text of a chunk, tokenised alone, to ids."""
+"""A language model's tokenizer as ingestion uses it: each chunk's text is tokenised alone."""
 
 from __future__ import annotations
 

@@ -26,16 +26,18 @@ from ragcache.models.deadline import LIMIT
 from ragcache.store.places import Place, PlaceIndex, edited
 
 T = TypeVar("T")
-# A character can take four byte tokens, or more if the tokenizer rewrites it; and a newline follows.
+# A single character and its newline have to fit: a character can take four byte tokens, or more if the tokenizer
+# rewrites it.
 SMALLEST_MAX_TOKENS = 16
 # Limits of a tokenised batch: characters and number of texts.
 BATCH_CHARS = 1 << 17
 BATCH_TEXTS = 4096
-# A longer text is divided without being tokenised first. LONG_TOKEN: no tokenizer averages so many characters a token.
+# A text of more characters than both LONG_RUN and `max_tokens` times LONG_TOKEN is divided without being tokenised
+# first: no tokenizer averages LONG_TOKEN characters a token.
 LONG_RUN = 1 << 16
 LONG_TOKEN = 32
-# A longer paragraph is cut into parts of this size before its sentences or words are listed: each takes 60 bytes or
-# more.
+# Characters: a longer paragraph is cut into parts of this size before its sentences or words are listed, because each
+# string of such a list takes 60 bytes or more.
 MAX_BODY = 1 << 21
 # Most pieces of a section that are packed together.
 MAX_UNITS = 200_000
@@ -89,8 +91,9 @@ class TextChunk(NamedTuple):
 
 
 class _Unit(NamedTuple):
-    """The smallest piece that packing moves: text[start:end], its number of tokens, and its level (0: no heading).
+    """The smallest piece that packing moves: text[start:end] and its number of tokens.
 
+    level: 1-6 for a heading, 0 otherwise
     header: for a table's row, start and end of the table's header, if a chunk that begins with the row repeats it
     header_tokens: the header's number of tokens
     """
@@ -229,7 +232,7 @@ class Chunker:
             start += length
 
     def _pack(self, units: Iterable[_Unit]) -> Iterator[list[_Unit]]:
-        """Yield a group of units for each chunk: a section, tiny sections joined to the next, long ones cut evenly."""
+        """Yield a group of units for each chunk: small sections are joined to the next, long sections cut evenly."""
         held: list[_Unit] = []  # the last group, which a tiny rest at the end joins
         current: list[_Unit] = []
         for section in _sections(units):

@@ -33,8 +33,8 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-# Chunks fetched per neighbour wanted, at first: the chunk itself is found too, and copies are left out. Then more, as
-# long as copies crowd out neighbours.
+# A search for n neighbours first fetches FETCH_FACTOR * (n + 1) chunks: the chunk itself is found too, and copies are
+# left out. While copies crowd out neighbours, it fetches FETCH_FACTOR times as many, until MOST_FETCHED is reached.
 FETCH_FACTOR, MOST_FETCHED = 4, 256
 # Texts are copies if they have more than this share of their runs of tokens in common.
 RUN, MOST_SHARED = 8, 1 / 3
@@ -42,7 +42,8 @@ RUN, MOST_SHARED = 8, 1 / 3
 BATCH = 4096
 # Chunks whose neighbours, and whose KV, are committed together.
 WINDOW = 64
-# Sums of products in another order differ by this much. A chunk that is checked needlessly keeps its neighbours.
+# Inner products that are summed in another order differ by this much. A chunk that is searched for again without need
+# keeps its neighbours.
 ROUNDING = 1e-5
 
 
@@ -58,10 +59,10 @@ class Neighbourhood(ABC):
         self._retriever = retriever
         self._table = NeighbourTable(documents.database)
         self._where: Filter | None = None
-        self._there: dict[str, DocumentStore] = {}  # by collection
+        self._there: dict[str, DocumentStore] = {}  # views of a single collection, by its name
 
     def passing(self, where: Filter) -> Self:
-        """Return the same without neighbours that a question's filter hides."""
+        """Return a copy that finds only neighbours that pass a question's filter."""
         near = copy(self)
         near._where = where
         return near
@@ -77,16 +78,17 @@ class Neighbourhood(ABC):
         if self._where:
             passing = self._documents.passing_among({id for found in recorded.values() for id in found}, self._where)
             for id, found in recorded.items():
-                if not set(found) <= set(passing):  # a hidden passage must not even take another's place
+                if not set(found) <= set(passing):  # a hidden passage must not take a visible one's place either
                     recorded[id] = [near.vector_id for near in self._find(id, self._where)]
         there = self._documents.chunks_by_vector_ids({id for found in recorded.values() for id in found})
         by_id = {chunk.vector_id: chunk for chunk in there}
         return [[by_id[id] for id in recorded.get(chunk.vector_id, ()) if id in by_id] for chunk in chunks]
 
     def update(self) -> None:
-        """Find the neighbours that are not recorded, and those that have changed since documents were added.
+        """Find and record the neighbours of chunks that have none recorded, or to which a new chunk may be nearer.
 
-        The caller holds the writer lock. Raises the errors of `NeighbourTable.record`.
+        The caller holds the writer lock. Raises the errors of `NeighbourTable.record`, and CancelledError and
+        TimedOutError under `deadline.limited`.
         """
         new = self._newer_than(self._table.compared())
         outdated = self._outdated(new)
@@ -131,8 +133,8 @@ class Neighbourhood(ABC):
 
 
 class Preceding(Neighbourhood):
-    """A neighbourhood of the chunks right before a chunk in its document, on which its text leans. They are read in the
-    document's order."""
+    """A neighbourhood of the chunks right before a chunk in its document, to which its text may refer. The model reads
+    them in the document's order."""
 
     def _outdated(self, new: VectorBatch) -> list[int]:
         # The chunks before a stored chunk never change, so only new chunks count.
@@ -148,13 +150,14 @@ class Preceding(Neighbourhood):
 
 
 def without_copies(token_ids: Sequence[int], others: Iterable[tuple[T, Sequence[int]]]) -> Iterator[T]:
-    """Yield those of other texts that are no copies of a text or of a text yielded before, in their order.
+    """Yield, in their order, those of `others` that copy neither the text `token_ids` nor a text yielded before.
 
-    Texts are copies if they have more than a third of the shorter text's runs of 8 tokens in common. A model that has
-    just read a text copies it if it comes again, and the KV of the second is of little use without the first: passages
-    of MuSiQue that were encoded after other releases of the same page answered worse than passages encoded alone.
+    Texts are copies if they have more than a third of the shorter text's runs of 8 tokens in common. A model that reads
+    a text for a second time copies from the first, so that the second text's KV is of little use without the first:
+    passages of MuSiQue that were encoded after other releases of the same page answered worse than passages encoded
+    alone.
 
-    others: texts, each with its token ids
+    others: objects to yield, each with the token ids of its text
     """
     seen = [_runs(token_ids)]
     for other, ids in others:
@@ -199,7 +202,7 @@ class Similar(Neighbourhood):
         chunk = next(iter(self._documents.chunks_by_vector_ids([vector_id])), None)
         if chunk is None or own is None or own.ids[0] != vector_id:
             return []
-        # Of the same collection: a chunk's KV depends on its neighbours' texts.
+        # Neighbours are of the chunk's own collection, because its KV depends on their texts.
         name, wanted = chunk.collection, self.choice.number
         there = self._there.setdefault(name, self._documents.seen_by(self._documents.view.only(name)))
         width = FETCH_FACTOR * (wanted + 1)

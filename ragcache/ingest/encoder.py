@@ -24,8 +24,9 @@ from ragcache.store.records import Chunk
 if TYPE_CHECKING:  # FAISS comes with it
     from ragcache.ingest.context_chunks import Neighbourhood
 
+# Returns a context that lends the KV of the given token ids.
 ReadPrefix = Callable[[Sequence[int]], AbstractContextManager[Exact | None]]
-# A shorter beginning is computed in the question's forward pass, which takes no longer for it.
+# A beginning of prompts with fewer tokens is not stored: the question's forward pass computes it in the same time.
 LEAST_FIRST_TOKENS = 64
 OnEncoded = Callable[[int, float, int], None]  # tokens of the longest chunk, seconds, chunks
 
@@ -35,7 +36,7 @@ class BlockKeys:
     """The keys of a model's blocks under a given recipe, prefix and salt.
 
     first_ids:  token ids that the store's prompts begin with
-    salt:       of the keys of passages that were not ingested; a stored chunk has the salt of its collection
+    salt:       goes into the keys of passages that were not ingested; a stored chunk has the salt of its collection
     neighbourhood: finds the neighbours of each chunk; None if the recipe has no neighbours
     """
 
@@ -97,7 +98,7 @@ class BlockKeys:
         return self.key(chunk.token_ids, chunk.neighbours, chunk.salt)
 
     def keys(self, chunks: Sequence[Chunk]) -> list[str]:
-        """Return the block keys of chunks, after looking up their neighbours."""
+        """Look up the neighbours of chunks, and return the chunks' block keys."""
         return [self.key_of(chunk) for chunk in self.with_neighbours([chunk.whole for chunk in chunks])]
 
     def with_neighbours(self, chunks: Sequence[Chunk]) -> list[Chunk]:
@@ -130,7 +131,7 @@ class ModelEncoder(BlockKeys):
 
     read_prefix: opens the KV of context_ids at every use; None: the KV is computed at first use and kept
     on_encoded:  called after every batch with its longest chunk's tokens, its seconds and its number of chunks
-    codec:       adds to each block the data that it stores with it
+    codec:       the store's codec, which may add further data to each block (`Codec.beside`)
     """
 
     card: BlockModel

@@ -35,7 +35,7 @@ Input = str | os.PathLike[str] | SourceFile | Document
 class PendingDocument:
     """A document that is being ingested: its chunks, their block keys, and whether it replaces a stored document.
 
-    file: place of the document's file, or ""
+    file: path of the document's file (`SourceFile.place`), or ""
     stored: the chunks, if they are in the store already and only KV blocks are missing
     ids: ids of the chunks; (): the chunker names them
     """
@@ -58,10 +58,14 @@ class PendingDocument:
 class IngestRun:
     """A call of `Ingestor.ingest` or `Ingestor.copy`. A copy skips documents that are stored in the same version.
 
+    to:     the store that is written to
     worker: checks and cuts single documents
-    work:  makes the object that reads and computes, from the report to fill and a callback for progress
+    work:   makes the object that reads and computes, from the report to fill and a callback for progress
+    eager:  whether to compute KV now
     copied: for a copy, the store whose documents replace the inputs, and the splitter that tokenises their passages for
         this model
+
+    See `Ingestor.ingest` for the other fields.
     """
 
     to: StoreWriter
@@ -95,6 +99,7 @@ class IngestRun:
         self._new_tokens = 0  # of documents that are not stored yet
 
     def run(self, inputs: Iterable[Input] | Input) -> IngestReport:
+        """Ingest the inputs and return the report. Raises the errors of `Ingestor.ingest`. Call it only once."""
         started = time.perf_counter()
         items = [inputs] if isinstance(inputs, str | os.PathLike | SourceFile | Document) else list(inputs)
         if self.sync:
@@ -112,7 +117,7 @@ class IngestRun:
                 for window, vectors in self._work.compute(jobs):
                     self._commit_window(window, vectors)
                     self._uncommitted.difference_update(*(pending.keys for pending in window))
-                self.to.collect_garbage()  # blocks of documents that moved ones have replaced
+                self.to.collect_garbage()  # blocks of documents that a moved document has replaced
                 self._save_index(force=True)
                 self._remove_vanished()
                 self._encode_behind_neighbours()
@@ -362,7 +367,7 @@ class IngestRun:
     # Storing
 
     def _keep_beginning(self) -> None:
-        """Store the block of the prompts' beginning if it is missing: other engines load it as they load passages."""
+        """Store the block of the prompts' beginning if it is missing: other engines (vLLM) load it like a passage's."""
         key = self.to.block_keys.first_key
         if key is None:
             return
@@ -406,7 +411,7 @@ class IngestRun:
         )  # fmt: skip
         with self.report.seconds.timed("commit_s"):
             before = list[int]()
-            if pending.replaces:  # text that the document has no longer is forgotten first, as at a deletion
+            if pending.replaces:  # before text is removed, passages learnt from it are deleted
                 before = self.to.documents.vector_ids_of([document.id])
                 kept = {tuple(chunk.token_ids) for chunk in chunks}
                 old = self.to.documents.chunks_of(document.id)

@@ -68,9 +68,9 @@ class Ingestor(StoreWriter):
         kv: "eager" computes KV blocks now; "lazy" leaves them to the first use
         chunker: cuts these inputs; None: the ingestor's own chunker
         replace: whether a stored document with other content may be replaced
-        sync: make the store match the given files and folders. Documents whose files under them have vanished are
-            deleted at the end; a document whose content is found at another path under them moves there with its KV
-            and embeddings. A file that could not be read does not count as vanished
+        sync: make the store match the given files and folders. Documents whose files in these folders have vanished
+            are deleted at the end; if the content of such a document is found at another path, the document moves there
+            with its KV and embeddings. A file that could not be read does not count as vanished
         dry_run: change nothing; the report states the changes that would be made
         cluster: the workers that read files and run the models; None: this process. In both cases this process stores
             the documents, in order
@@ -78,11 +78,13 @@ class Ingestor(StoreWriter):
         cancelled: set this event to stop; it is checked between and within batches, so within a second or two
         limits: a document beyond them fails before its KV is computed
 
-        Raises CancelledError, StoreBusyError, StoreReadOnlyError, StoreFullError, ClusterError, ConfigError, and
-        BasisError when the first passages have too few tokens for the codec; documents that were committed stay. With
-        sync, raises ReaderError for a given path that does not exist or cannot be read; then nothing was changed.
+        Raises CancelledError, StoreBusyError, StoreReadOnlyError, StoreFullError, ClusterError, ConfigError,
+        NotAllowedError if the caller may add no documents, and BasisError if the first passages have too few tokens for
+        the codec; documents that were committed stay. With sync, raises ReaderError for a given path that does not
+        exist or cannot be read; then nothing was changed.
         """
         errors.check_choice("kv", kv, KV_MODES)
+        # Both properties raise if the caller may add no documents, or if no model here can compute KV.
         _ = self.documents.into
         if kv == "eager":
             _ = self.block_keys.encoder

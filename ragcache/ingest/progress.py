@@ -40,5 +40,6 @@ def progress_bars() -> Iterator[Progress]:
             bars.update(tasks[event.stage], completed=event.done, total=event.total)
 
         yield show
+        # A stage without work has no total: its bar would go on moving.
         for task in bars.tasks:
             bars.update(task.id, total=task.completed)

@@ -86,12 +86,11 @@ class ReadLimits(Config):
 
 @dataclass(frozen=True)
 class TokenLimits:
-    """Limits on the tokens of an ingestion whose KV is still to be computed; None: no limit. They are checked before
-    any KV is computed.
+    """Limits on the tokens of new and changed documents, checked before any KV is computed; None: no limit.
 
     document: tokens of a document
     call:     tokens of all documents of a call
-    reason:   why `call` is what it is, for the message
+    reason:   completes the error "..., and 500 are": where the limit `call` comes from
     """
 
     document: int | None = None
@@ -106,7 +105,10 @@ class TokenLimits:
             raise ReaderLimitError(where, f"its text has more than {2 * most:,} tokens, and {most:,} are {SPLIT}")
 
     def check(self, tokens: int, before: int, where: str) -> None:
-        """Raise ReaderLimitError for a document of `tokens` tokens, after `before` tokens of this call."""
+        """Raise ReaderLimitError if a document is too long.
+
+        tokens: of the document. before: of the documents before it in the same call. where: names the document
+        """
         if self.document is not None and tokens > self.document:
             raise ReaderLimitError(where, f"its text has {tokens:,} tokens, and {self.document:,} are {SPLIT}")
         if self.call is not None and before + tokens > self.call:

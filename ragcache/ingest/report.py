@@ -78,7 +78,7 @@ class IngestReport:
 
     added, updated, unchanged: document ids
     failed:          inputs that were not ingested
-    skipped:         in folders, files of a kind that has no reader, and links to folders
+    skipped:         files in folders that were not read; see `FileList`
     moved:           documents whose ids changed; those whose content changed too are also in `updated`
     removed:         ids of documents whose files have vanished (sync=True)
     dry_run:         True: nothing was changed, and the other fields state the changes that would have been made

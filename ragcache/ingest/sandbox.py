@@ -28,7 +28,8 @@ from ragcache.store.places import Place
 START_S = 60.0
 # The buffers of linear algebra libraries, a set for each thread, would count as memory that reading takes.
 _ALONE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-# The child uses the parent's sys.path and leaves out the working directory (-P): a document named json.py is no module.
+# The child takes over the parent's sys.path. Until then -P keeps the working directory out of its path, so that a
+# document named json.py is not imported.
 _CODE = """
 import json, sys
 settings = json.loads(sys.stdin.buffer.readline())
@@ -109,8 +110,9 @@ class _Process:
         self.send({**asdict(limits), "path": sys.path})
 
     def send(self, message: Mapping[str, Any]) -> None:
+        """Send a request. If the process has ended, the next `answer` raises."""
         if self._popen.stdin is not None:
-            with contextlib.suppress(OSError):  # the process has ended: `answer` reports it
+            with contextlib.suppress(OSError):  # the process has ended
                 self._popen.stdin.write(json.dumps(message).encode() + b"\n")
                 self._popen.stdin.flush()
 

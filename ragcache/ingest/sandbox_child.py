@@ -31,7 +31,7 @@ from ragcache.ingest.readers.plain import ENCODING
 
 # Exit status of a process that took too much memory.
 OVER_MEMORY = 77
-# The parent kills the process first; the alarm is for a parent that cannot.
+# The parent kills a process that is too slow. The alarm comes later, in case the parent cannot.
 ALARM_GRACE_S = 1.0
 WATCH_S = 0.2
 # Most bytes of a document's metadata, title and source, as JSON: they are stored, and shown with every answer.

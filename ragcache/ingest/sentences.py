@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-# Words that end sentences as often ("no.", "sun.", "ed.") are left out: a wrong cut costs less than a missed end.
+# Words that often end a sentence too ("no.", "sun.", "ed.") are left out: a wrong cut costs less than a missed end.
 ABBREVIATIONS = frozenset(
     {"mr", "mrs", "ms", "dr", "prof", "rev", "hon", "sr", "jr", "st", "mt", "ft", "col", "capt", "lt", "sgt", "gov"}
     | {"vs", "etc", "cf", "al", "ca", "approx", "dept", "est", "fig", "figs", "eq", "eqs", "vol", "vols", "pp", "sec"}

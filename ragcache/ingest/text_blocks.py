@@ -14,7 +14,7 @@ from markdown_it import MarkdownIt
 
 from ragcache.models.deadline import LIMIT
 
-# Characters that are parsed at once, and the same for a block that is longer than that.
+# Characters that are parsed at once, and the larger number for a block that is longer than WINDOW.
 WINDOW = 1 << 17
 MAX_WINDOW = 1 << 19
 # Most characters of a heading's title or a table's header, which every chunk below it repeats.

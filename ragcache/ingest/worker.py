@@ -125,6 +125,7 @@ class WorkersConfig(Protocol):
         ...
 
 
+# Kinds of workers by name, each as the place of its configuration.
 WORKERS: dict[str, type[WorkersConfig] | str] = {"ray": "ragcache_ray.cluster:RayConfig"}
 
 

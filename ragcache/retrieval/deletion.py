@@ -16,8 +16,11 @@ from ragcache.store.rows import parts_of
 
 
 def unlearn(documents: DocumentStore, kv: KVStore, chunks: Iterable[Chunk]) -> None:
-    """Delete the pieces learnt from prompts that quote these chunks, as far as the view may write them. Raises
-    StoreReadOnlyError, StoreFullError, StoreBusyError."""
+    """Delete the passages learnt from prompts that quote these chunks, with their KV.
+
+    Chunks of collections that the view of `documents` may not write are passed over. Raises StoreReadOnlyError,
+    StoreFullError, StoreBusyError.
+    """
     own = (chunk for chunk in chunks if may(documents.view.writes, chunk.collection))
     kv.unlearn(((chunk.collection, OTHERS), chunk.token_ids) for chunk in own)
 
@@ -34,15 +37,16 @@ def delete_documents(
     """Delete documents: text, embeddings, index entries, and KV bytes in every tier. Return the ids that were found.
 
     retriever: holds the index; None if nothing was embedded yet
+    timeout_s: seconds to wait for another writer
 
-    Raises StoreBusyError, StoreReadOnlyError.
+    Raises StoreBusyError, StoreReadOnlyError, StoreFullError.
     """
     document_ids = list(dict.fromkeys(ids))
     with layout.writer(timeout_s):
         if retriever is not None:
             retriever.refresh()
         gone = documents.vector_ids_of(document_ids)
-        for part in parts_of(document_ids):  # first, so that a kill in between leaves no piece that quotes deleted text
+        for part in parts_of(document_ids):  # first: a kill in between must leave no passage that quotes deleted text
             unlearn(documents, kv, (chunk for id in part for chunk in documents.chunks_of(id)))
         deleted = documents.delete_documents(document_ids)
         if retriever is not None:

@@ -62,7 +62,13 @@ class SentenceEmbedder:
     """
 
     def __init__(self, name: str, model: SentenceTransformer, origin: tuple[str, str] | None = None) -> None:
-        """Wrap a model. origin: arguments of `load_embedder`; None: the embedder cannot be pickled"""
+        """Wrap a model.
+
+        name: recorded with the index
+        origin: the arguments of `load_embedder`; None: the embedder cannot be pickled
+
+        Raises EmbedderError if the model does not state the length of its vectors.
+        """
         self.name = name
         self._origin = origin
         self._model = model.eval()
@@ -106,8 +112,9 @@ class SentenceEmbedder:
         """Return vectors of `texts`, float32 [len(texts), dimension], in their order. Texts of more than max_tokens are
         embedded as the mean of windows; see `windowed`.
 
-        Batches hold texts of similar length, at most batch_size texts each. Raises ConfigError for batch_size < 1, and
-        CancelledError and TimedOutError under `deadline.limited`, between batches.
+        Batches hold texts of similar length, at most batch_size texts each. Raises ConfigError for batch_size < 1,
+        PromptError for a text that is not valid Unicode, and CancelledError and TimedOutError under `deadline.limited`,
+        between batches.
         """
         check_least("batch_size", batch_size, 1)
         vectors = np.empty((len(texts), self.dimension), dtype=np.float32)
@@ -117,7 +124,7 @@ class SentenceEmbedder:
         return vectors
 
     def embed_query(self, text: str) -> Vectors:
-        """Return the vector of a question. Raises ContextTooLongError; see `check_question`."""
+        """Return the vector of a question: float32 [dimension]. Raises ContextTooLongError; see `check_question`."""
         check_question(text, self.max_tokens, self.count_tokens)
         vector: Vectors = self._read(QUESTION, self._model.encode_query, [text])[0]
         return vector
@@ -169,7 +176,10 @@ def _load_again(name: str, device: str, expected: str) -> Embedder:
 
 
 def _load(name: str, build: Callable[[], SentenceTransformer], origin: tuple[str, str]) -> Embedder:
-    """Load a model, turning any error of sentence-transformers and the hub, of whatever kind, into EmbedderError."""
+    """Load a model. Any error of sentence-transformers or the hub becomes an EmbedderError.
+
+    build: makes the model. origin: arguments by which `load_embedder` finds it again
+    """
     try:
         return SentenceEmbedder(name, build(), origin)
     except EmbedderError:
@@ -253,7 +263,7 @@ def fast_tokenizer(model: SentenceTransformer | CrossEncoder) -> Tokenizer | Non
 
 
 def text_lengths(tokenizer: Tokenizer | None, texts: Sequence[str]) -> list[int]:
-    """Return the number of tokens of each whole text, estimated from its characters without a tokenizer."""
+    """Return the number of tokens of each whole text. Without a tokenizer it is estimated from the characters."""
     if tokenizer is None:
         return [1 + len(text) // 4 for text in texts]
     found = [len(encoding.ids) for encoding in tokenizer.encode_batch([text[:LONG_TEXT] for text in texts])]

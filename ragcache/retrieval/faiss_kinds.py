@@ -9,16 +9,14 @@ import faiss as untyped_faiss
 import numpy as np
 from numpy.typing import NDArray
 
-# Sets of vector ids.
-
-
+# Vector ids, [n].
 Ids = NDArray[np.int64]
 
 
 class IdSet:
-    """A set of vector ids, with a byte for each id that was ever assigned, since ids count up from 0.
+    """A set of vector ids: an array with a byte for each id up to the largest.
 
-    A Python set takes 70 bytes an id.
+    Vector ids count up from 0, so the array has few gaps. A Python set takes 70 bytes an id.
     """
 
     def __init__(self) -> None:
@@ -32,7 +30,7 @@ class IdSet:
         return 0 <= id < len(self._held) and bool(self._held[id])
 
     def add(self, ids: Ids) -> None:
-        """Add ids, which are 0 or more and given once each."""
+        """Add ids. They are 0 or more, and `ids` holds each only once."""
         if not len(ids):
             return
         least = int(ids.max()) + 1
@@ -124,9 +122,9 @@ class IndexKind(ABC):
         return ids[0][found], scores[0][found]
 
     def scan(self, query: Vectors, k: int, eligible: IdSet) -> tuple[Ids, Vectors]:
-        """Search all eligible ids exhaustively, if a filter is so narrow that `search` found too few.
+        """Search all eligible ids exhaustively: for filters so narrow that `search` finds fewer than k ids.
 
-        Return min(k, len(eligible)) ids and their inner products with the query.
+        Return min(k, len(eligible)) ids and their inner products with the query ([dimension]), best first.
         """
         keys = eligible.array()
         scores = self.vectors(keys) @ query

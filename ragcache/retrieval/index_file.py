@@ -1,7 +1,7 @@
 """The vector index on disk: a single file without pickle, verified before FAISS reads any byte.
 
     offset  bytes
-    0       8     magic "RAGCIDX1"
+    0       8     magic "RAGCIDX2"
     8       84    mark of the store's seal (`ragcache.seal`)
     92      8     length of the header, little-endian
     100     n     header: JSON (IndexHeader)
@@ -31,6 +31,8 @@ class IndexHeader(NamedTuple):
     """The header of an index file.
 
     kind: "flat" or "hnsw"
+    dimension: length of the vectors
+    embedder: name of the model that made the vectors
     generation: generation of the SQL store that the index reflects
     removed: ids that are still in the FAISS structure but must not be found (HNSW)
     """

@@ -1,4 +1,4 @@
-"""Open the index of a store, whatever its kind."""
+"""Open the index of a store: a file read by FAISS, or a table of the documents' database."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ragcache.store.documents import DocumentStore
 
 log = logging.getLogger(__name__)
 INDEXES: dict[str, Callable[..., TableIndex] | str] = {"pgvector": "ragcache_postgres.pgvector:PgVectorIndex"}
-"""Kinds of index in the documents' database. A class is called with the `DocumentStore`, the dimension and
-`embedder=`."""
+"""Kinds of index in the documents' database: by name, a class or its place. A class is called with the `DocumentStore`,
+the dimension and `embedder=`, the embedder's name."""
 
 
 def open_index(
@@ -24,7 +24,7 @@ def open_index(
     """Return the index saved at `path`, not yet brought up to date.
 
     The index is empty if the file is absent, damaged, or of another kind or embedder. Kind "pgvector" is a table of the
-    documents' database instead. Raises ConfigError, StoreNotFoundError.
+    documents' database instead. Raises the errors of `open_table`.
     """
     if kind not in KINDS:
         return open_table(documents, kind, embedder, dimension)
@@ -39,6 +39,9 @@ def open_index(
 
 
 def open_table(documents: DocumentStore, kind: str, embedder: str, dimension: int) -> TableIndex:
-    """Open an index in the documents' database. Raises ConfigError, StoreNotFoundError."""
+    """Open an index in the documents' database.
+
+    Raises ConfigError for an unknown kind or a database that cannot hold the index, and StoreNotFoundError.
+    """
     check_choice("index kind", kind, (*KINDS, *INDEXES))
     return load("index kind", kind, INDEXES)(documents, dimension, embedder=embedder)

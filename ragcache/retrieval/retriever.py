@@ -36,7 +36,7 @@ MAX_RETRIES = 5
 FORESEEN = 16
 
 
-# Receives the handles of KV blocks that are likely to be read, the likeliest first.
+# A callback that receives the handles of KV blocks that are likely to be read, the likeliest first.
 OnCandidates = Callable[[Sequence[str]], None]
 
 

@@ -31,7 +31,8 @@ class SearchResult(NamedTuple):
 
 
 class SearchIndex(Protocol):
-    """An index that a retriever searches: a `VectorIndex`, or a table of the documents' database.
+    """An index that a retriever searches: a `VectorIndex`, which documents the methods, or a table of the documents'
+    database.
 
     generation: generation of the SQL store that the index reflects
     saved_generation: generation of the index as last saved
@@ -63,7 +64,7 @@ class SearchIndex(Protocol):
 
 
 class TableIndex(SearchIndex, Protocol):
-    """An index in a table of the documents' database."""
+    """An index in a table of the documents' database. `clear` empties the table."""
 
     def clear(self) -> None: ...
 
@@ -78,7 +79,7 @@ class VectorIndex:
     embedder:   name of the model that made the vectors; saved in the file
     generation: generation of the SQL store that the index reflects, -1 for none; saved in the file
     saved_generation: generation of the file last written or read; None without a file
-    seal:       of the store, for the file
+    seal:       the seal of the store, for the file
     """
 
     def __init__(

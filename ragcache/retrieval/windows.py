@@ -18,10 +18,13 @@ QUESTION_WINDOWS = 16
 
 
 class Window(NamedTuple):
+    """A piece of a text, and its number of tokens."""
+
     text: str
     length: int
 
 
+# Returns the number of tokens of each text.
 Count = Callable[[Sequence[str]], Sequence[int]]
 
 
@@ -44,8 +47,8 @@ def windowed(
 ) -> list[Vectors]:
     """Return the vectors of each text, float32 [vectors, dimension].
 
-    The vectors of a text of more than `room` tokens are the mean of its windows' vectors, weighted by their lengths and
-    normalised if they are normalised, followed by the windows' vectors. A shorter text has a single vector.
+    A text of more than `room` tokens has the mean of its windows' vectors, followed by the windows' vectors. The mean
+    is weighted by the windows' lengths, and normalised if the windows' vectors are. A shorter text has a single vector.
     """
     cut = [windows_of(text, length, room, count) for text, length in zip(texts, count(texts), strict=True)]
     vectors = np.asarray(embed([window for windows in cut for window in windows]), np.float32)
@@ -66,12 +69,18 @@ def first_rows(vectors: Sequence[Vectors], dimension: int) -> Vectors:
 
 
 def embed_passages(embedder: Embedder, texts: Sequence[str]) -> Vectors:
-    """Return `embedder.embed(texts)`, with the mean over windows for each text longer than the embedder's limit."""
+    """Return a vector for each text: float32 [len(texts), dimension].
+
+    The vector of a text that is longer than the embedder's limit is the mean over its windows; see `windowed`.
+    """
     return first_rows(embed_windows(embedder, texts, embedder.embed), embedder.dimension)
 
 
 def embed_question(embedder: Embedder, text: str) -> Vectors:
-    """Return `embedder.embed_query(text)`; see `embed_passages`. Raises ContextTooLongError; see `check_question`."""
+    """Return the vector of a question: float32 [dimension]; for a long question the mean over its windows.
+
+    Raises ContextTooLongError; see `check_question`.
+    """
     if isinstance(embedder, BoundedEmbedder):
         check_question(text, embedder.max_tokens, embedder.count_tokens)
     [vectors] = embed_windows(embedder, [text], lambda some: np.stack([embedder.embed_query(part) for part in some]))

@@ -14,8 +14,8 @@ from ragcache.engine.answer import TokenLogprob, sources_to_json
 from ragcache.engine.options import AnswerDefaults, names
 from ragcache.server import chat_types
 
-# `Sampling` has OpenAI's fields, a client that hangs up cancels, and `Work` applies the time limit, because it includes
-# the wait for a slot.
+# Options of the engine that a request can set by name. `sampling` is made of OpenAI's fields, `cancelled` is set when a
+# client hangs up, and `Work` applies `timeout_s`, which includes the wait for a slot.
 READ = [name for name in names(GenerationOptions) if name not in ("sampling", "cancelled", "timeout_s")]
 
 
@@ -31,8 +31,10 @@ def engine_call(
 ) -> Call:
     """Return the engine call for a chat request.
 
-    max_positions: longest prompt with its answer, and so the most tokens that a request may ask for
-    retrieves: whether to retrieve if the request does not say
+    max_positions: most tokens of a prompt with its answer; a request for a longer answer is limited to them
+    retrieves: whether to retrieve passages if the request does not say
+
+    Raises ConfigError for invalid sampling options.
     """
     extension = request.extension
     options = {
@@ -154,8 +156,13 @@ def _first(*values: Any) -> Any:
 
 
 def usage_of(answers: Sequence[Answer], prompts: int = 1) -> chat_types.ChatUsage:
-    """Return the usage of answers to as many prompts, in their order. Each prompt counts once, as read by the answer
-    that computed the most of its tokens.
+    """Return the usage of all answers to a request.
+
+    answers: grouped by prompt, with the same number of answers to each
+    prompts: the number of prompts
+
+    Each prompt is counted once: with the cached tokens of the answer that had the fewest, because the other answers to
+    the prompt found its KV in memory.
     """
     each = len(answers) // prompts
     read = [dearest(answers[start : start + each]).usage for start in range(0, len(answers), each)]
@@ -215,10 +222,11 @@ def _cited(chunk: Chunk) -> tuple[str, str]:
 
 
 def source_event(hits: Sequence[Source]) -> dict[str, Any] | None:
-    """Return the passages as an Open WebUI event, which it takes from any chunk and shows by document, text included.
-    Return None if no passage has a name: the caller knows the text that was found in its prompt.
+    """Return the passages as an event of Open WebUI, or None if no passage has a name.
 
-    Scores are left out, because it shows them as percentages, which scores of a keyword search or a reranker are not.
+    Open WebUI takes the event from any chunk of a stream and shows the passages by document, with their text. A passage
+    without a name was found in the prompt, so the client knows its text. Scores are left out, because Open WebUI shows
+    them as percentages, which scores of a keyword search or a reranker are not.
     """
     hits = [hit for hit in hits if any(_cited(hit.chunk))]
     if not hits:
@@ -237,7 +245,7 @@ def chat_citations(answer: Answer) -> list[JsonValue]:
 
 
 def costs_of(answer: Answer, kb: RagCache) -> dict[str, Any]:
-    """Return the extension's fields that are known at the end of an answer."""
+    """Return the fields of `ChatExtension` that are known at the end of an answer."""
     usage = answer.usage
     return {
         "prompt_tokens": usage.prompt_tokens,

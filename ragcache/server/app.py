@@ -24,8 +24,8 @@ from ragcache.server.tracing import tracer
 
 ROUTERS = (chat.router, embeddings.router, document_routes.router, models_router, store_router, operation_router)
 ADDED: Registry[APIRouter] = Registry(ROUTES)
-"""Routes that installed packages add. A router may have an attribute `error_body`, which writes the errors below its
-prefix.
+"""Routers that installed packages add. A router may have an attribute `error_body`, a function that turns an ApiError
+into the body of errors below the router's prefix.
 """
 OPEN, PAGE = ("/healthz", "/readyz", "/openapi.json"), ("/", "/static/")
 """Paths that need no API key, and the paths of the chat page."""
@@ -39,13 +39,14 @@ def create_app(kb: RagCache, settings: ServerSettings | None = None, *, web: boo
 
     web: serve the chat page at "/" too
 
-    Raises ConfigError when `web` is set and the chat page is not installed, or for a key file that cannot be used.
+    Raises ConfigError if `web` is set and the chat page is not installed, for a key file that cannot be used, and if an
+    OpenTelemetry exporter is named but not installed.
     """
     settings = settings or ServerSettings()
     added = {name: router for name, router in ADDED.items() if web or name != PAGE_NAME}
     if web and PAGE_NAME not in added:
         raise ConfigError("the chat page is not installed; install ragcache-kv again, with its annex ragcache_chatbot")
-    tracer()  # an exporter that is named and not installed is an error at the start
+    tracer()  # raises now, not at the first question, if an exporter is named but not installed
     service = Service(kb, settings)
 
     @asynccontextmanager
@@ -99,7 +100,7 @@ class Application(FastAPI):
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
-            document = super().openapi()  # which keeps it
+            document = super().openapi()  # keeps the schema in `openapi_schema`
             schemas = document["components"]["schemas"]
             schemas |= _definitions(document["paths"])
             for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's answer to bad input; ours is ErrorBody

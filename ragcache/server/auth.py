@@ -71,7 +71,10 @@ class ApiKeys:
 
 
 def scope_of(method: str, path: str) -> str:
-    """Return the scope that a request needs. Changes through /mcp are refused by the view of the documents."""
+    """Return the scope that a request needs.
+
+    For /mcp that is ASK: if the key may not write, the view of the documents refuses changes.
+    """
     if path == "/metrics":
         return ADMIN
     changes = method not in ("GET", "HEAD") and path.startswith(CHANGED) and not path.endswith("/search")
@@ -87,7 +90,7 @@ class Guard:
     """Middleware that lets in requests for open paths, and other requests with a key, before their body is read.
 
     open_paths:    see `is_open`
-    quotas:        requests of each key
+    quotas:        limits the requests of each key
     allowed_hosts: names allowed in the Host header, against pages that rebind their own name to this address; empty:
                    any; LOOPBACK: every loopback name
     """
@@ -133,7 +136,10 @@ class Guard:
         return not named or name in named or (LOOPBACK in named and is_loopback(name))
 
     def _key_problem(self, scope: Scope, headers: Headers) -> ApiError | None:
-        """Note the request's key in its state, or return the reason why it opens nothing."""
+        """Note the request's key in the request's state.
+
+        Return an error if the key is missing or wrong, or lacks the scope that the request needs; else None.
+        """
         given = headers.getlist("authorization")
         if not given and "anthropic-version" in headers:  # Anthropic's clients have another header for the key
             given = [f"Bearer {key}" for key in headers.getlist("x-api-key")]

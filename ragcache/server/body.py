@@ -20,7 +20,7 @@ from ragcache.server.wire import RequestModel
 
 JSON = "application/json"
 MULTIPART = "multipart/form-data"
-# Parsing takes milliseconds, so it runs in a thread.
+# Bytes: a larger body is parsed in a thread, because that takes milliseconds.
 LARGE = 256 * 1024
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -79,13 +79,14 @@ async def read_json(request: Request, model: type[Model], accepted: str = JSON) 
 
     accepted: content types that the route takes, for the message; empty: the body is JSON, whatever its type
 
-    Raises ApiError (415) for another content type.
+    Raises ApiError: 415 for another content type, 400 for a body that does not fit the model, or that has unknown
+    fields if the server is strict.
     """
     if accepted and content_type(request) != JSON:
         raise ApiError(415, f"send the body as Content-Type: {accepted}", "unsupported_media_type")
     body = await request.body()
     parsed, unknown = await asyncio.to_thread(_parse, model, body) if len(body) > LARGE else _parse(model, body)
-    request.state.asked = parsed  # errors look up the name of their option in it
+    request.state.asked = parsed  # errors look up in it how the request names an option
     check_unknown(request, unknown)
     return parsed
 
@@ -107,7 +108,7 @@ def _parse(model: type[Model], body: bytes) -> tuple[Model, list[str]]:
 
 
 def checked(model: type[Model], /, **fields: Any) -> Model:
-    """Return a body made of another body's fields. Raises ApiError (400)."""
+    """Return a model made of these fields, such as another body's. Raises ApiError (400) for invalid fields."""
     with _validated():
         return model(**fields)
 

@@ -77,7 +77,10 @@ async def create_chat_completion(request: Request, service: ServiceParam, body: 
 
 
 async def call_of(service: Service, body: chat_types.ChatRequest, defaults: AnswerDefaults, *, retrieves: bool) -> Call:
-    """Return `engine_call`. A schema is compiled in a thread: a large one takes a second."""
+    """Return the engine call for a request; see `engine_call`.
+
+    For a request with a JSON schema a thread makes it, because compiling a large schema takes a second.
+    """
     make = partial(engine_call, body, defaults, service.kb.lm.max_positions, retrieves=retrieves)
     return await service.in_thread(make) if isinstance(body.response_format, chat_types.SchemaFormat) else make()
 
@@ -89,8 +92,15 @@ HEADERS_S = 1.0
 async def respond(
     writer: Writer, body: chat_types.SampledRequest, events: Sequence[AsyncIterator[Event]], timeout_s: float | None
 ) -> Response:
-    """Return the response to a request, whole or as a stream. Each answer runs in its own slot. Answers share a placed
-    context, as those of different users do.
+    """Return the response to a request, whole or as a stream.
+
+    Each answer runs in its own slot. Answers to the same prompt share its placed context, as those of different users
+    do.
+
+    events: for each answer, its events from the engine
+    timeout_s: the request's own time limit in seconds; None: only the server's limit applies
+
+    Raises the error of an answer, unless the response is a stream that has begun; and ClientGoneError.
     """
     service, request = writer.service, writer.request
     work = service.answer(*(_counted(service, request, body, answer) for answer in events), timeout_s=timeout_s)
@@ -224,7 +234,7 @@ class Writer:
 
         rank: index of the answer that `first` belongs to
         """
-        more: dict[str, Any] = {"usage": None} if usage else {}  # as OpenAI does: only the last chunk has a value
+        more: dict[str, Any] = {"usage": None} if usage else {}  # as in OpenAI's streams, the last chunk has the values
         first = first if isinstance(first, Sources) else Sources([])
         found = chat_types.ChatExtension(sources=sources_of(first.hits))
         shown = {"event": shown} if (shown := source_event(first.hits)) else {}

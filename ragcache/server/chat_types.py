@@ -61,14 +61,14 @@ def _without_thoughts(content: Any) -> Any:
 
 
 class CalledFunction(LooseModel):
-    """arguments: JSON, as the model wrote it"""
+    """The function of an earlier call. arguments: JSON, as the model wrote it"""
 
     name: Text
     arguments: Text
 
 
 class Called(LooseModel):
-    """A call of an earlier answer."""
+    """A tool call of an earlier answer, which the client sends back."""
 
     id: Name
     type: Literal["function"] = "function"
@@ -76,9 +76,9 @@ class Called(LooseModel):
 
 
 class Message(LooseModel):
-    """A turn. `developer` is read as `system`. Clients send answers back as they came: other fields are left alone.
+    """A turn. `developer` is read as `system`. Unknown fields are ignored, because clients send answers back whole.
 
-    tool_call_id: of the call whose result a message of role `tool` holds
+    tool_call_id: in a message of role `tool`, the id of the call whose result the message holds
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -133,19 +133,19 @@ def optional(*names: str) -> type[RequestModel]:
 
 
 class RetrieveFields(optional("k", *names(RetrieveOptions))):  # type: ignore[misc]
-    """Which passages are found."""
+    """Options that decide which passages are found."""
 
     collection: Name | None = Field(default=None, description="The only one seen; else all that the key reads")
 
 
 class TemplateFields(optional("chat_template_kwargs")):  # type: ignore[misc]
-    """What the chat template is told; OpenAI's and vLLM's names."""
+    """Inputs of the chat template, under the names of OpenAI and vLLM."""
 
     reasoning_effort: Effort | None = Field(default=None, description="How much the model thinks; none: not at all")
 
 
 class ReadFields(TemplateFields, optional("top_k", *names(GenerationOptions))):  # type: ignore[misc]
-    """How a prompt is read and answered."""
+    """Options that decide how a prompt is read and answered."""
 
     method: Name | None = Field(default=None, description="Fusion method; see GET /v1/methods")
     method_options: JsonObject | None = Field(default=None, description='Of the method, such as {"ratio": 0.15}')
@@ -165,7 +165,11 @@ class Extension(RetrieveFields, ReadFields, optional("context", "drop_turns")): 
 
 
 class ToolFunction(RequestModel):
-    """parameters: a JSON schema. strict: the arguments hold to it where `tool_choice` requires a call."""
+    """A function that the model may call.
+
+    parameters: a JSON schema of the arguments
+    strict: ignored: arguments fit the schema if `tool_choice` requires a call, and are not constrained otherwise
+    """
 
     name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     description: Text | None = None
@@ -201,7 +205,7 @@ class JsonFormat(RequestModel):
 
 
 class JsonSchema(RequestModel):
-    """strict: the answer always holds to the schema, whatever this says."""
+    """A JSON schema for the answer. `strict` is ignored: the answer always fits the schema."""
 
     name: Name
     description: Text | None = None
@@ -218,7 +222,7 @@ ResponseFormat = Annotated[PlainFormat | JsonFormat | SchemaFormat, Field(discri
 
 
 class Ignored(RequestModel):
-    """Fields of OpenAI's requests for an answer that are accepted, and of no consequence here."""
+    """Fields of OpenAI's requests for an answer that are accepted and ignored."""
 
     user: Text | None = None
     metadata: JsonObject | None = None
@@ -231,10 +235,10 @@ class Ignored(RequestModel):
 
 
 class SampledRequest(RequestModel):
-    """What both of OpenAI's requests for an answer have, and what vLLM adds: top_k, min_p, repetition_penalty,
+    """Fields that chat completions and completions share, with vLLM's additions: top_k, min_p, repetition_penalty,
     stop_token_ids.
 
-    logit_bias: by token ids, which JSON writes as strings
+    logit_bias: biases by token id, which is a string because JSON has no other keys
     """
 
     model: Name
@@ -256,7 +260,7 @@ class SampledRequest(RequestModel):
 
     ragcache: ReadFields | None = None
 
-    # Accepted, and of no consequence here.
+    # Accepted and ignored.
     user: Text | None = None
 
     @field_validator("stream_options")
@@ -281,7 +285,7 @@ class SampledRequest(RequestModel):
 
 
 class ChatRequest(SampledRequest, TemplateFields, Ignored):
-    """OpenAI's request. Features that would change the answer and are not supported are refused by name."""
+    """OpenAI's request for a chat completion. Unsupported features that would change the answer are refused by name."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
     max_completion_tokens: TokenCount | None = None
@@ -297,10 +301,10 @@ class ChatRequest(SampledRequest, TemplateFields, Ignored):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
 
-    # Accepted, and of no consequence here.
+    # Accepted and ignored.
     prediction: JsonObject | None = None
 
-    # Accepted only where they ask for nothing.
+    # Features that this server lacks: only values that disable them are accepted.
     functions: Nothing | None = None
     function_call: Literal["none", "auto"] | None = None
     modalities: list[Literal["text"]] | None = None
@@ -374,7 +378,7 @@ class ReasonItem(AnswerModel):
 
 
 class ChatExtension(AnswerModel):
-    """The passages and what the answer cost: first what is counted, then what was timed, then what is estimated."""
+    """The passages, and the cost of the answer: counts of tokens, then measured times, then an estimate."""
 
     sources: list[SourceItem] = Field(default_factory=list)
     prompt_tokens: int = Field(default=0, description="Tokens of the prompt")
@@ -424,7 +428,7 @@ class ChatUsage(AnswerModel):
 
 
 class FunctionCall(AnswerModel):
-    """arguments: JSON; where the model wrote none, what it did write"""
+    """The function of a call. arguments: JSON, or the model's text if that is not JSON"""
 
     name: str
     arguments: str
@@ -437,13 +441,17 @@ class MessageCall(AnswerModel):
 
 
 class DeltaCall(MessageCall):
-    """A whole call. index: which one of the answer"""
+    """A tool call in a stream, which is sent whole. index: its number within the answer, from 0"""
 
     index: int
 
 
 class AnswerMessage(AnswerModel):
-    """content: null where the answer is calls alone. reasoning_content: what the model thought, as vLLM sends it"""
+    """The message of an answer.
+
+    content: null if the answer has only tool calls
+    reasoning_content: the model's reasoning, under vLLM's name
+    """
 
     role: Literal["assistant"]
     content: str | None
@@ -454,7 +462,7 @@ class AnswerMessage(AnswerModel):
 
 
 class LikelyToken(AnswerModel):
-    """bytes: null for a part of a character."""
+    """A token and its log-probability. bytes: its UTF-8 bytes; null if it is part of a character"""
 
     token: str
     logprob: float
@@ -466,7 +474,7 @@ class ScoredToken(LikelyToken):
 
 
 class ChoiceLogprobs(AnswerModel):
-    """By the model itself, before temperature, cuts and penalties."""
+    """Log-probabilities of the answer's tokens by the model, before temperature, top-k, top-p and penalties."""
 
     content: list[ScoredToken]
     refusal: None
@@ -507,9 +515,9 @@ class ChunkChoice(AnswerModel):
 
 
 class ChatCompletionChunk(AnswerModel):
-    """One event of a stream. The first one names the sources, the one with a finish reason says what they cost.
+    """An event of a stream. The first event has the sources, and the event with a finish reason has the costs.
 
-    event: the sources once more, for Open WebUI
+    event: the sources in the form of Open WebUI; see `source_event`
     """
 
     id: str

@@ -116,8 +116,8 @@ class Connection(H11Protocol):
 
 
 def address_of(client: tuple[str, int] | None) -> str:
-    """Return the part of a client's address that counts its connections: of IPv6 the first 64 bits, which a host gets
-    whole."""
+    """Return the key under which a client's connections are counted: its IPv4 address, or the first 64 bits of its IPv6
+    address, because a host usually owns all addresses with the same first 64 bits."""
     host = client[0] if client else ""
     return str(IPv6Network((host, 64), strict=False)) if ":" in host and "%" not in host else host
 

@@ -35,7 +35,7 @@ Said = ProgressEvent | IngestReport
 async def add_uploads(
     service: Service, uploads: Sequence[Upload], *, replace: bool = True
 ) -> AsyncGenerator[Said, None]:
-    """Read uploaded files, then hold the writer's lock and add them. Yields progress, then the report."""
+    """Read uploaded files, then hold the writer's lock and add their documents. Yield progress, then the report."""
     left = threading.Event()
     async with service.reading_slots.hold():
         found = await service.in_thread(_read_uploads, service, uploads, left, cancelled=left)
@@ -52,7 +52,7 @@ async def add_uploads(
 
 
 def _read_uploads(service: Service, uploads: Sequence[Upload], left: threading.Event) -> list[Document | Failure]:
-    """Return the documents in the files, and failures. Texts beyond the size of an upload are refused by name."""
+    """Return the documents in the files, and failures: unreadable files, and texts beyond the size of an upload."""
     most, size, found = service.settings.max_upload_bytes, 0, list[Document | Failure]()
     with ExitStack() as stack:
         for upload in uploads:
@@ -77,10 +77,12 @@ def _read_uploads(service: Service, uploads: Sequence[Upload], left: threading.E
 async def add_documents(
     service: Service, documents: Sequence[Document], *, split: bool, replace: bool = True, to: RagCache | None = None
 ) -> AsyncGenerator[Said, None]:
-    """Add documents. Yields progress, then the report.
+    """Add documents. Yield progress, then the report.
 
-    Closed early, it cancels the ingestion and waits for its end; committed documents stay.
+    If the generator is closed early, the ingestion is cancelled, and its end is awaited; committed documents stay.
 
+    split: whether to cut documents into passages; False: each document is a passage
+    replace: whether a stored document with other content may be replaced
     to: the knowledge base to add to, instead of the view that requests see
     """
     loop = asyncio.get_running_loop()
@@ -347,7 +349,7 @@ def _document(service: Service, id: str) -> tuple[StoredDocument, list[Chunk]]:
     responses=errors(404, 409, 503, 507),
 )
 async def delete_document(service: ServiceParam, id: str) -> DeletedDocument:
-    # Not cancelled by a client that hangs up: a requested deletion is carried out.
+    # A client that hangs up does not cancel this: a requested deletion is carried out.
     if not await service.change(deletion(service, [_checked(id)])).last():
         raise _absent(id)
     return DeletedDocument(id=id, object="document", deleted=True)

@@ -29,7 +29,7 @@ OWN_FAULTS = (500, 502)
 METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 # Status for a client that hung up. It reads no response, but logs and metrics show the status.
 CLIENT_GONE = 499
-# A retry would take as long again. OpenAI's clients obey this header.
+# After a time-out a retry would take as long again. OpenAI's clients obey this header.
 NO_RETRY = {"X-Should-Retry": "false"}
 
 
@@ -151,7 +151,7 @@ def _from_framework(error: HTTPException) -> ApiError:
 
 
 def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Return an error for the most deeply nested problem: of the alternatives of a union, it matched furthest.
+    """Return an error for the most deeply nested problem: in a union, the alternative with this problem fits best.
 
     The value itself is not repeated, because it may be long or be text of a document.
     """
@@ -163,7 +163,8 @@ def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, f"the body is not JSON: {message.removeprefix('Invalid JSON: ')}", "invalid_json")
     if kind == "missing":
         return ApiError(400, f"'{param}' is missing", "missing_required_parameter", param)
-    within = len(place) > 1 and place[0] in ("tools", "tool_choice")  # chat reads them, other routes take none
+    # Chat completions support tools, so a fault within these fields is an invalid value there. No other route has them.
+    within = len(place) > 1 and place[0] in ("tools", "tool_choice")
     if place and place[0] in UNSUPPORTED and not within:
         return ApiError(
             400,
@@ -204,7 +205,7 @@ def add_handlers(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> Response:
         problems = error.errors() if isinstance(error, RequestValidationError) else ()
-        # Without "path" or "query".
+        # A place begins with "path" or "query", which is no part of the name.
         problems = [{**problem, "loc": problem["loc"][1:] or problem["loc"]} for problem in problems]
         return await answer(request, from_validation(problems) if problems else error)
 
@@ -250,8 +251,9 @@ def errors(*statuses: int, model: type[BaseModel] = ErrorBody) -> Responses:
 
 
 def streamed(model: type[BaseModel], description: str, data: type[BaseModel]) -> dict[str, Any]:
-    """Return a success response that is JSON, or a stream of events on request. The schema is of one event, with
-    `data`.
+    """Describe, for a route's `responses`, a success that is JSON, or a stream of events on request.
+
+    model: the JSON body. data: the body of an event
     """
     text = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema_of(data)}
     any_of = {"anyOf": [text, {"const": "[DONE]"}]}
@@ -260,7 +262,7 @@ def streamed(model: type[BaseModel], description: str, data: type[BaseModel]) ->
 
 
 def schema_of(model: type[BaseModel]) -> dict[str, Any]:
-    """Return a reference to a model's JSON schema, with its definitions, which /openapi.json moves to their place."""
+    """Return a reference to a model's JSON schema, with definitions that `Application.openapi` moves to their place."""
     place = "#/components/schemas/{model}"
     _, definitions = models_json_schema([(model, "validation")], ref_template=place)
     return {"$ref": place.format(model=model.__name__), **definitions}

@@ -32,7 +32,7 @@ class Slots:
         self.most_each = most_each or slots
         self.most_waiting = max_queue if self.most_each == slots else -(-max_queue // 2)
         self._held = Counter[str]()
-        self._queues: dict[str, deque[asyncio.Future[None]]] = {}  # the next caller first
+        self._queues: dict[str, deque[asyncio.Future[None]]] = {}  # by caller, the caller whose turn is next first
 
     @property
     def in_use(self) -> int:

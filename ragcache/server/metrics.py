@@ -84,7 +84,7 @@ class Metrics:
     def count_answer(self, answer: Answer) -> None:
         # Without the method's options: clients choose them freely, and each value would add a label.
         phases, method = asdict(answer.timings), labelled_name(answer.method)
-        phases.pop("total_s")
+        phases.pop("total_s")  # of the whole answer; in this metric "total" is the time to the first token
         phases["total_s"] = phases.pop("ttft_s")
         for name, seconds in phases.items():
             self.ttft.labels(name.removesuffix("_s"), method).observe(seconds)

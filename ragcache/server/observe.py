@@ -34,6 +34,7 @@ SECURITY = {
 }
 # Probed every few seconds, so only their failures are logged.
 QUIET = ("/healthz", "/readyz", "/metrics")
+# Keys of the ASGI scope and the event name of a request's log line.
 FIELDS = "ragcache.log"
 REQUEST = "request"
 ARRIVED = "ragcache.arrived"
@@ -66,8 +67,10 @@ def waited_s(request: Request) -> float:
 
 
 class Observe:
-    """The outermost middleware. It answers an unhandled error with 500 and logs it. A client that hung up is not logged
-    as an error, whatever it was sent before.
+    """The outermost middleware, which adds the id and headers, counts and logs each request.
+
+    An unhandled error is logged and answered with 500. A request whose client hung up is logged with status 499, and
+    not as an error.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
@@ -83,7 +86,7 @@ class Observe:
         started, status = time.perf_counter(), 0
         scope[ARRIVED], scope[ID] = started, request_id
         method = _method(scope)
-        if method == "HEAD":  # every route of GET has it; uvicorn drops the body, by its own scope
+        if method == "HEAD":  # routes of GET answer it; uvicorn drops the body, because its own scope still has HEAD
             scope = {**scope, "method": "GET"}
 
         async def answer(message: Message) -> None:

@@ -30,7 +30,7 @@ class Quotas:
         self._rates = rates
         self.clock = clock
         self._own: dict[str, Mapping[str, float]] = {}  # rates of keys that have their own, by id
-        self._used: dict[tuple[str, str], tuple[float, float]] = {}  # the amount, and when it was so
+        self._used: dict[tuple[str, str], tuple[float, float]] = {}  # the amount used, and when it was noted
 
     @classmethod
     def of(cls, settings: ServerSettings) -> Quotas:
@@ -42,7 +42,10 @@ class Quotas:
         return cls({kind: rate for kind, rate in rates.items() if rate is not None})
 
     def enter(self, key: Key) -> None:
-        """Note the limits of a key, as its file has them now. Use from before a limit was lowered keeps its share."""
+        """Note the limits of a key, as its file has them now.
+
+        If a limit was lowered, the amount used so far is reduced in proportion.
+        """
         before = self._own.get(key.id, key.limits)
         self._own[key.id] = key.limits
         if before is not key.limits:

@@ -22,9 +22,9 @@ SYSTEM = ("system", "developer")
 class RequestLog:
     """A file to which every answered request is appended as a line, which several servers may share.
 
-    Texts are hashed with a key that is drawn when the log is opened and never written, so that nobody can find out by
-    guessing whether a text was asked; equal texts have equal hashes until the server ends. A passage from a store has
-    its block's handle. `ragcache_plan.logs` describes the lines.
+    Texts are hashed with a random key that is made when the log is opened and never written: a reader of the log cannot
+    test a guess at a text, and equal texts have equal hashes until the server ends. A passage with a KV block is named
+    by its handle instead of a hash. `ragcache_plan.logs` describes the lines.
     """
 
     def __init__(self, path: Path, count_tokens: Callable[[str], int]) -> None:

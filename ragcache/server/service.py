@@ -92,7 +92,7 @@ class Service:
         self._threads: list[ThreadPoolExecutor] = []  # one, or none before the first use and after `close`
 
     async def seen_by(self, key: Key, collection: str | None = None, *, create: bool = False) -> Service:
-        """Return the service as a key sees it, or as one of its collections alone.
+        """Return the service as a key sees it, or limited to a single collection that the key may read.
 
         create: create the collection if it does not exist and the key may write to it
 
@@ -174,9 +174,10 @@ class Service:
             raise
 
     async def compute(self, request: Request, function: Callable[..., T], *args: Any) -> T:
-        """Run a function in an embedding slot until it returns or the client hangs up, which `LIMIT` signals to it.
+        """Run a function in a thread, in an embedding slot, and return its result.
 
-        Raises ApiError (503) if the server is shutting down.
+        If the client hangs up or the time is over, `LIMIT` signals that to the function. Raises ClientGoneError, and
+        ApiError if the time is over (504), the queue is full or the server is shutting down (503).
         """
         limited = alone(partial(self.limited, function, *args))
         work = self._begin([limited], self.embedding_slots.hold, self.settings.timeout_s)
@@ -193,10 +194,11 @@ class Service:
         return await self.in_thread(run, cancelled=gone)
 
     def answer(self, *answers: AsyncGenerator[T, None], timeout_s: float | None = None) -> Work[T]:
-        """Start answering a question, each answer in its own slot. The server's time limit and the question's own
-        apply.
+        """Start the answers to a request, each in its own slot. The server's time limit and the request's own apply.
 
-        Raises ApiError (503) if the server is shutting down.
+        answers: the events of each answer
+
+        Raises ApiError: 503 if the server is shutting down, 429 if the caller's key has used up its tokens.
         """
         self.quotas.check(TOKENS)
         most = self.settings.timeout_s if timeout_s is None else min(timeout_s, self.settings.timeout_s)
@@ -211,8 +213,9 @@ class Service:
         self.metrics.count_answer(answer)
 
     def change(self, items: AsyncGenerator[T, None]) -> Work[T]:
-        """Start a change of the documents; changes run one after another. A change that was asked for is carried out,
-        without a time limit.
+        """Start a change of the documents, without a time limit; changes run one after another.
+
+        Raises ApiError (503) if the server is shutting down.
         """
         return self._begin([items], self.writers.hold, None)
 
@@ -263,8 +266,9 @@ class Service:
         return problem
 
     async def figures_seen(self) -> Info:
-        """Return the store's figures, or for a key without the scope "admin" counts of what it sees: bytes and hits
-        would tell of others' questions.
+        """Return the store's figures; for a key without the scope "admin" only counts of the documents that it sees.
+
+        Bytes and hits would reveal the questions of other keys.
         """
         info = await self.figures.get()
         if ADMIN in self.key.scopes:
@@ -276,8 +280,9 @@ class Service:
         return replace(info, **counts._asdict(), pending=pending, bytes_by_tier=nothing, hits_by_tier=nothing, misses=0)
 
     def retrieves(self, model: str) -> bool:
-        """Return whether to retrieve passages for a request to this model that does not say so. Raises ApiError (404)
-        for an unknown model.
+        """Return whether to retrieve passages for a request to this model, if the request itself does not say.
+
+        Raises ApiError (404) for an unknown model.
         """
         if model != self.plain_model:
             self.check_model(model, self.chat_model)
@@ -335,7 +340,7 @@ async def _service(
         str | None, Query(max_length=64, description="The only collection that is seen; else all that the key reads")
     ] = None,
 ) -> Service:
-    """Return `seen_service(request)`, which reads the parameter; here it is documented."""
+    """Return `seen_service(request)`, which reads `collection` itself; the parameter is here for /openapi.json."""
     return await seen_service(request)
 
 
@@ -421,7 +426,7 @@ class Work(Generic[T]):
             watch.cancel()
 
     async def last(self) -> T:
-        """Return the last item of all generators."""
+        """Wait for all generators to end, and return the last item. Raises the error of a generator."""
         return [item async for _, item in self][-1]
 
     def cancel(self) -> None:

@@ -36,13 +36,14 @@ def tracer() -> Any:
 
 @contextmanager
 def traced(headers: Mapping[str, str], model: str, waited_s: float) -> Iterator[Callable[[Answer], None]]:
-    """Write the span of an answer, with the phases of its timings within it; yield what takes the answer.
+    """Write a span for an answer, with a span for each phase of its timings. Yield a function to call with the answer.
 
-    Within it, the span is the trace context of this task: the requests that it makes name it as their parent. An answer
-    that fails has its error's class.
+    Within the `with` block the span is the trace context of this task: requests that the task makes name the span as
+    their parent. The span of an answer that fails has the error's class.
 
-    headers:  of the request; a W3C trace context in them becomes the parent
-    waited_s: since the request's arrival
+    headers:  the request's headers; a W3C trace context in them becomes the parent
+    model:    the name that requests call the model
+    waited_s: seconds since the request's arrival
     """
     if (writer := tracer()) is None:
         yield lambda answer: None

@@ -33,7 +33,7 @@ class UploadFolder:
     """
 
     def __init__(self, root: Path) -> None:
-        """root: holds the folders of all servers, and nothing else"""
+        """Set the folder's place. root: holds the folders of all servers, and nothing else"""
         self.root = root
         self._own: Path | None = None
         self._lock: FileLock | None = None

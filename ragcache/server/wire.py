@@ -13,27 +13,28 @@ INT64 = 2**63
 
 
 class RequestModel(BaseModel):
-    """Strict: a string is no number. Unknown names are taken here, for `read_json` to name and drop, or refuse."""
+    """A request body, or a part of one. Types are strict: a string is no number.
+
+    Unknown fields are accepted here, so that `read_json` can warn of them and drop them, or refuse them by name.
+    """
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
 
 class LooseModel(BaseModel):
-    """Strict, but for fields of the client's own, which are left alone."""
+    """A part of a request body in which clients may have their own fields, which are left alone. Types are strict."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
 
 class AnswerModel(BaseModel):
-    """Fields that were not set are left out of the JSON."""
+    """A response body, or a part of one. Fields that were not set are left out of its JSON."""
 
     model_config = ConfigDict(extra="forbid")
 
     @classmethod
     def of(cls, found: object, **given: Any) -> Self:
-        """Return a model of the given fields, and of an object's attributes for the others. Absent attributes are
-        left out.
-        """
+        """Return a model with the given fields, and with attributes of `found` for the other fields, if it has them."""
         own = {name: getattr(found, name) for name in cls.model_fields if name not in given and hasattr(found, name)}
         return cls(**own, **given)
 

@@ -12,12 +12,12 @@ from ragcache.server.wire import AnswerModel, Name, RequestModel, Text
 
 
 class CompletionRequest(SampledRequest):
-    """OpenAI's request: raw prompts, read as they stand. Nothing is retrieved, and no template is put around them."""
+    """OpenAI's request for completions of raw prompts: nothing is retrieved, and no chat template is applied."""
 
     prompt: Inputs
     logprobs: LikeliestCount | None = None
 
-    # Accepted only where they ask for nothing.
+    # Features that this server lacks: only values that disable them are accepted.
     best_of: Annotated[int, Field(ge=1)] | None = None
     echo: Literal[False] | None = None
     suffix: Literal[""] | None = None
@@ -47,7 +47,7 @@ class CompletionRequest(SampledRequest):
 
 
 class TextLogprobs(AnswerModel):
-    """Lists of one length: a token of the answer each."""
+    """Log-probabilities of an answer. Each list has an element for each token of the answer."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -78,7 +78,7 @@ class TextCompletion(AnswerModel):
 
 
 class TokenizeRequest(RequestModel):
-    """vLLM's request; llama.cpp calls the prompt `content`, and adds special tokens only on request."""
+    """A request for a text's token ids: `prompt` as in vLLM, or `content` as in llama.cpp, without special tokens."""
 
     model: Name | None = None
     prompt: Text | None = None

@@ -29,7 +29,7 @@ class RankedText(LooseModel):
 
 
 class RerankRequest(RequestModel):
-    """The request of Cohere, Jina and vLLM."""
+    """A request to rank texts, in the form of Cohere, Jina and vLLM."""
 
     model: Name
     query: Annotated[Text, Field(min_length=1)]
@@ -48,7 +48,7 @@ class RankedDocument(AnswerModel):
 
 
 class RerankResult(AnswerModel):
-    """index: among the request's documents"""
+    """A ranked text. index: its number among the request's documents, from 0"""
 
     index: int
     relevance_score: float = Field(description="From 0 to 1: the sigmoid of the model's own score")
@@ -93,13 +93,13 @@ def _ranked(asked: RerankRequest, scores: NDArray[np.float32]) -> RerankResults:
 
 
 class SearchRequest(RetrieveFields):
-    """A question to find passages for; the other fields are those of `ragcache` in a chat request."""
+    """A question to find passages for, with the fields of `ragcache` in a chat request that concern retrieval."""
 
     query: Annotated[Text, Field(min_length=1)]
 
 
 class FoundPassage(AnswerModel):
-    """score: inner product of question and passage, by whichever way it was found."""
+    """A passage found. score: inner product of the vectors of question and passage, whatever the kind of search"""
 
     object: Literal["passage"]
     id: str

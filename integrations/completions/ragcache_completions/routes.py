@@ -47,7 +47,10 @@ async def create_completion(request: Request, service: ServiceParam, asked: bodi
 
 @dataclass
 class TextWriter(Writer):
-    """Writes answers in the format of OpenAI's older API. written: characters of each answer's tokens so far"""
+    """Writes answers in the format of OpenAI's older API.
+
+    written: by the index of an answer, characters of its tokens so far
+    """
 
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     written: Counter[int] = field(default_factory=Counter)
@@ -77,9 +80,9 @@ class TextWriter(Writer):
 
 
 def text_logprobs(tokens: Sequence[TokenLogprob], offset: int = 0) -> bodies.TextLogprobs:
-    """Return the tokens' log-probabilities. The chosen token is among the likeliest, whatever its rank.
+    """Return the tokens' log-probabilities. `top_logprobs` holds the chosen token too, whatever its rank.
 
-    offset: where the first token's text begins
+    offset: position in the answer's text where the first token begins
     """
     texts = [token.text for token in tokens]
     return bodies.TextLogprobs(

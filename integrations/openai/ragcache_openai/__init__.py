@@ -1,1 +1,1 @@
-"""The part of OpenAI's API that keeps something on the server: responses, files and vector stores."""
+"""The routes of OpenAI's API that keep objects on the server: responses, files and vector stores."""

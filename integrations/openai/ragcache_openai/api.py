@@ -42,7 +42,7 @@ class Deleted(AnswerModel):
 
 
 class ListOf(AnswerModel):
-    """A page of a list. In the next request `after` is `last_id`."""
+    """A page of a list. To get the next page, a client sends this page's `last_id` as `after`."""
 
     object: Literal["list"]
     data: list[dict[str, JsonValue]]
@@ -53,7 +53,7 @@ class ListOf(AnswerModel):
 
 @dataclass
 class SharedState:
-    """The state that the routes share. work: set when there is something to index"""
+    """The state that the routes share. work: set when files may be waiting to be indexed"""
 
     records: Records
     work: asyncio.Event
@@ -71,7 +71,9 @@ def shared_state(app: FastAPI) -> SharedState:
 class Caller:
     """A request's access to the records of its API key.
 
-    work: set when there is something to index
+    service: the server's service, as the request sees it
+    work:    set when files may be waiting to be indexed
+    owner:   identifies the API key in records
     """
 
     service: Service
@@ -80,18 +82,26 @@ class Caller:
     owner: str
 
     async def read(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
-        """Read from the database, off the event loop."""
+        """Call a function that uses the database, in a thread, and return its result."""
         return await self.service.in_thread(lambda: function(*args, **options))
 
     async def find(self, kind: str, id: str, name: str, param: str | None = None, status: int = 404) -> Record:
-        """Return an object. Raises ApiError (404) if it does not exist or is another key's."""
+        """Return an object. Raises ApiError if it does not exist or is another key's.
+
+        name:   what the error calls the object: "file"
+        param:  the request's parameter at fault
+        status: of the error
+        """
         record = await self.read(self.records.get, kind, self.owner, id)
         if record is None:
             raise absent(name, id, param, status)
         return record
 
     async def among(self, kind: str, ids: Sequence[str], name: str, param: str) -> list[Record]:
-        """Return objects. Raises ApiError (404) for the first id that does not exist or is another key's."""
+        """Return objects, in order of creation.
+
+        Raises ApiError (404) for the first id that does not exist or is another key's; see `find`.
+        """
         read = await self.read(self.records.among, ids)
         found = {one.id: one for one in read if (one.kind, one.owner) == (kind, self.owner)}
         for id in ids:
@@ -100,8 +110,10 @@ class Caller:
         return list(found.values())
 
     async def list(self, kind: str, shown: Callable[[Record], dict[str, Any]], **wanted: Any) -> ListOf:
-        """Return a page of a list. wanted: as for `Records.page`, but with the fields of `Bounds`: `order` stands for
-        newest_first
+        """Return a page of a list.
+
+        shown:  turns a record into the object that the client gets
+        wanted: the arguments of `Records.page`, but `order` ("asc" or "desc", as in `Bounds`) instead of newest_first
         """
         newest_first = wanted.pop("order") == "desc"
 
@@ -120,7 +132,7 @@ async def _caller(request: Request, service: ServiceParam) -> Caller:
 
 
 CallerParam = Annotated[Caller, Depends(_caller)]
-"""Type of a route's parameter that receives the sender of the request."""
+"""Type of a route's parameter that receives the `Caller` of the request."""
 
 
 def absent(name: str, id: str, param: str | None = None, status: int = 404) -> ApiError:

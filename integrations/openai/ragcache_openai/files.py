@@ -68,7 +68,7 @@ async def create_file(request: Request, caller: CallerParam) -> FileObject:
 
 
 def _check_names(request: Request, unknown: list[str]) -> None:
-    """Check unknown fields of the form. Raises ApiError (400)."""
+    """Warn of unknown fields of the form. Raises ApiError (400) if the server is strict, or for an expiry date."""
     if any(name.startswith("expires_after") for name in unknown):
         message = "files do not expire here; leave it out, and delete them"
         raise ApiError(400, message, "unsupported_parameter", "expires_after")

@@ -31,10 +31,12 @@ MOST_MESSAGE = 500
 
 @dataclass
 class Indexer:
-    """Indexes waiting files, oldest first, whichever server over the store accepted them. If a server is killed no file
-    is lost, and two servers that index the same file store the same documents.
+    """Indexes waiting files, oldest first, also those that another server over the store accepted.
 
-    work: set when there may be more to index
+    If a server is killed, no file is lost: it goes on waiting. Two servers that index the same file store the same
+    documents.
+
+    work: set when files may be waiting to be indexed
     """
 
     service: Service
@@ -62,7 +64,7 @@ class Indexer:
         self.reader.close()
 
     async def _index(self, file: Record) -> None:
-        """Index a file, or record its failure; it goes on waiting if the store is busy or the server shuts down."""
+        """Index a file, or record its failure. It goes on waiting if the store is busy or the server shuts down."""
         failure: Exception | None
         try:
             documents, failed = await self._documents(file)
@@ -72,7 +74,7 @@ class Indexer:
         except StoreBusyError:
             await asyncio.sleep(PAUSE_S)
             return
-        except ApiError:  # the server is shutting down, or has added its tokens of this hour
+        except ApiError:  # the server is shutting down, or the tokens that may be added in this hour are used up
             await asyncio.sleep(PAUSE_S)
             return
         except Exception as error:
@@ -80,7 +82,7 @@ class Indexer:
                 logs.write_failure(error)
             stored, failure = False, error
         body, state = {**file.body, "error": failure and _told(failure)}, DONE if stored else FAILED
-        # A file that was changed meanwhile goes on waiting.
+        # `settle` leaves a file as it is that was changed meanwhile, so that it goes on waiting.
         current = await self.service.in_thread(self.records.settle, file, body, state)
         if current is None or current.state == CANCELLED:
             await self._forget(file)
@@ -93,7 +95,7 @@ class Indexer:
                     deletion(self.service, where=inside(file), of=await self._stored_in(file))
                 ).last()
                 return
-            except NoSuchCollectionError:  # and so its documents are gone too
+            except NoSuchCollectionError:  # the vector store was deleted, and its documents with it
                 return
             except StoreBusyError:
                 await asyncio.sleep(PAUSE_S)
@@ -139,7 +141,7 @@ class Indexer:
         ], failed
 
     async def _store(self, file: Record, documents: Sequence[Document]) -> AsyncGenerator[IngestReport | None, None]:
-        """Yield the report; None for a file that no longer waits."""
+        """Store documents and yield the report; yield None if the file no longer waits."""
         current = await self.service.in_thread(self.records.get, ATTACHED, file.owner, file.id)
         if current is None or current.state != WAITING:
             yield None

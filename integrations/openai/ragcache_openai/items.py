@@ -14,19 +14,19 @@ from ragcache_openai.records import new_id
 
 MOST_ITEMS = 10_000
 MOST_LETTERS = 16 << 20
-"""The largest size of a chain of answers."""
+"""Most items, and most characters of text, in a conversation that an answer continues."""
 PARTS = {"user": "input_text", "system": "input_text", "developer": "input_text", "assistant": "output_text"}
 
 
 class InputPart(LooseModel):
-    """A part of a message. Only text can be read; parts of answers come back as they were given out."""
+    """A part of a message, which is text. Clients send back parts of answers as they got them."""
 
     type: Literal["input_text", "output_text"]
     text: Text
 
 
 class InputMessage(LooseModel):
-    """A turn; an answer may be sent back as it came."""
+    """A turn of the conversation. A client may send back an answer's item as it got it."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -38,7 +38,7 @@ class InputMessage(LooseModel):
         return Message(role=self.role, content=[TextPart(type="text", text=part.text) for part in self.content])
 
     def as_item(self) -> dict[str, Any]:
-        """Return the item that is kept and returned: with an id, and its content in parts."""
+        """Return the item in the form in which it is kept and sent to clients: with an id, and its content in parts."""
         if isinstance(self.content, str):
             parts: list[dict[str, Any]] = [{"type": PARTS[self.role], "text": self.content}]
         else:
@@ -52,7 +52,7 @@ class InputMessage(LooseModel):
 
 
 class PassedOver(LooseModel):
-    """What a model thought, or looked up, sent back with its answer. It is read over."""
+    """A model's reasoning or file search, which a client sends back with an answer. It is ignored."""
 
     type: Literal["reasoning", "file_search_call"]
 

@@ -1,5 +1,5 @@
-"""Objects that the API keeps in the store's database: each has an id and belongs to an API key; files have their
-bytes too.
+"""Objects that the API keeps in the store's database. Each has an id and belongs to an API key; a file is kept with its
+bytes.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from ragcache.store.database import Database
 PIECE = 1 << 20
 AT_ONCE = 500
 REMEMBERED = 100_000
-"""Bytes of a file in a row; rows that a statement may name; number of newest objects among which deleted ids are
-remembered.
+"""PIECE: bytes of a file in a row. AT_ONCE: most ids in a statement. REMEMBERED: the id of a deleted object is kept
+until so many objects were made after it.
 """
 
 _metadata = MetaData()
@@ -80,7 +80,16 @@ pieces = Table(
 
 
 class Record(NamedTuple):
-    """An object that is kept. body: its content, as JSON"""
+    """An object that is kept.
+
+    kind:       such as "file" or "vector_store"
+    owner:      identifies the API key that made the object
+    body:       its content, as JSON
+    parent:     id of the vector store that a file or a batch of files is in; "" for other objects
+    state:      of a file in a vector store how far its indexing is, of a file its purpose; "" for other objects
+    created_at: Unix seconds; 0: not stored yet
+    number:     rises with each new object; 0: not stored yet
+    """
 
     id: str
     kind: str
@@ -114,9 +123,11 @@ class Records:
         return self._db.read_only
 
     def add(self, records: Sequence[Record], content: BinaryIO | None = None) -> list[Record]:
-        """Keep new objects, all or none; an object with the id of another replaces it.
+        """Keep new objects, all or none, and return them in order of creation.
 
-        content: bytes of a file, if `records` has just that file
+        An object that has the same id as a new object is replaced.
+
+        content: bytes of the file that is the only object in `records`
 
         Raises NoSuchDocumentError if a parent was deleted meanwhile, StoreReadOnlyError, StoreBusyError,
         StoreFullError.
@@ -165,9 +176,12 @@ class Records:
         state: str | None = None,
         ids: Sequence[str] | None = None,
     ) -> Page:
-        """Return objects of a kind in order of creation, from after `after`, which may have been deleted meanwhile.
+        """Return at most `limit` of the owner's objects of a kind and parent, in order of creation or newest first.
 
-        Raises ConfigError for an object that never existed.
+        after: id of the object after which the page begins; it may have been deleted meanwhile
+        state, ids: only objects in this state, and with these ids; None: all
+
+        Raises ConfigError if `after` never existed.
         """
         if "\0" in (state or ""):  # PostgreSQL would refuse NUL
             return Page([], False)
@@ -181,7 +195,7 @@ class Records:
         return Page(found[:limit], len(found) > limit)
 
     def states(self, kind: str, parent: str, ids: Sequence[str] | None = None) -> dict[str, tuple[int, int]]:
-        """Return for each state the number of files below `parent` and their bytes."""
+        """Return, by state, the number of the objects of a kind below `parent`, and the sum of their bytes."""
         size = func.coalesce(func.sum(objects.c.body["bytes"].as_integer()), 0)
         query = select(objects.c.state, func.count(), size).where(objects.c.kind == kind, objects.c.parent == parent)
         query = query if ids is None else query.where(objects.c.id.in_(ids))
@@ -226,7 +240,7 @@ class Records:
                 _delete(connection, and_(mine, objects.c.number <= number))
 
     def ending(self, kind: str, owner: str, end: str) -> list[Record]:
-        """Return objects whose ids have this ending."""
+        """Return the owner's objects of a kind whose ids end with `end`."""
         mine = and_(objects.c.kind == kind, objects.c.owner == owner)
         return self._select(mine, objects.c.id.endswith(end, autoescape=True))
 
@@ -279,7 +293,7 @@ class Records:
 
 
 def _delete(connection: Connection, wanted: ColumnElement[bool]) -> None:
-    """Delete objects, and remember their ids, of which the oldest are dropped."""
+    """Delete objects and remember their ids; ids of objects that were made too long ago are forgotten."""
     oldest = select(func.max(objects.c.number) - REMEMBERED).scalar_subquery()
     connection.execute(delete(gone).where(gone.c.number < oldest))
     noted = select(objects.c.number, objects.c.id, objects.c.owner).where(wanted)

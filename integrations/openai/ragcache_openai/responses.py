@@ -49,7 +49,10 @@ class TextOptions(RequestModel):
 
 
 class ReasoningField(LooseModel):
-    """effort: how much the model thinks. What it thought is not given out, so that there is nothing to summarise."""
+    """Options of reasoning. effort: how much the model thinks
+
+    Other fields are ignored: reasoning is not sent to the client, so that there is nothing to summarise.
+    """
 
     effort: Effort | None = None
 
@@ -61,8 +64,8 @@ class FileSearchChoice(RequestModel):
 class ResponsesRequest(chat_types.Ignored):
     """OpenAI's newer request for an answer.
 
-    tools: file_search alone; the server searches the vector stores for the last user message, and the model reads what
-    is found
+    tools: file_search at most; the server searches the vector stores for the last user message, and the model reads the
+           passages found
     """
 
     model: Name
@@ -82,9 +85,9 @@ class ResponsesRequest(chat_types.Ignored):
     tool_choice: Literal["none", "auto", "required"] | FileSearchChoice | None = None
     include: list[Literal["file_search_call.results"]] | None = None
 
-    parallel_tool_calls: bool | None = None  # accepted, and of no consequence here
+    parallel_tool_calls: bool | None = None  # accepted and ignored
 
-    # Accepted only where they ask for nothing.
+    # Features that this server lacks: only values that disable them are accepted.
     background: Literal[False] | None = None
     context_management: chat_types.Nothing | None = None
     conversation: None = None
@@ -174,7 +177,7 @@ class FileSearchResult(AnswerModel):
 
 
 class FileSearchCall(AnswerModel):
-    """The queries of a search. results: where `include` asks for them"""
+    """A file search and its queries. results: null unless the request's `include` names them"""
 
     id: str
     type: Literal["file_search_call"]
@@ -204,7 +207,7 @@ class IncompleteDetails(AnswerModel):
 
 
 class ResponseObject(AnswerModel):
-    """An answer. status: incomplete if it reached its longest length"""
+    """An answer. status: "incomplete" if the answer ended at the most tokens that it may have"""
 
     id: str
     object: Literal["response"]
@@ -251,7 +254,7 @@ class ResponseEvent(AnswerModel):
 router = APIRouter(route_class=JsonRoute, tags=["answers"])
 Status = Literal["in_progress", "completed", "incomplete"]
 RESPONSE = "response"
-"""Kind of its records."""
+"""Kind of the records of kept answers."""
 
 
 @router.post(
@@ -283,7 +286,8 @@ async def create_response(request: Request, caller: CallerParam, asked: Response
 
 
 async def _kept(events: AsyncIterator[Event], writer: ResponseWriter) -> AsyncIterator[Event]:
-    """Yield the events. Sources are looked up, and the whole answer is kept, before their event is passed on."""
+    """Yield the events. Before the event with the sources their files are looked up, and before the last event the
+    answer is kept."""
     async with aclosing(events) as open_events:  # type: ignore[type-var]
         async for one in open_events:
             if isinstance(one, Sources):
@@ -384,7 +388,7 @@ class ResponseWriter(Writer):
         return self.whole(answers[0])
 
     async def chunks(self, rank: int, first: Event, work: Work[Event], *, usage: bool) -> AsyncIterator[bytes]:
-        """Yield the events of the stream."""
+        """Yield the events of the stream; see `Writer.chunks`."""
         found = chat_types.ChatExtension(sources=sources_of(first.hits if isinstance(first, Sources) else []))
         for name in ("response.created", "response.in_progress"):
             yield self.say(name, response=self.response("in_progress", [], None, found))
@@ -462,7 +466,7 @@ class ResponseWriter(Writer):
         )
 
     def searches(self) -> list[FileSearchCall]:
-        """Return the file search, if any."""
+        """Return a list with the file search, or an empty list if the request has none."""
         if self.asked.search is None:
             return []
         results = [FileSearchResult(**one) for one in self.found] if self.asked.wants_results else None
@@ -484,7 +488,7 @@ def _part(text: str, cited: Sequence[dict[str, JsonValue]] = ()) -> OutputText:
 
 
 def _cited(answer: Answer) -> list[dict[str, JsonValue]]:
-    """Return the citations. A file of a vector store is cited once, by its file id."""
+    """Return the citations, in which a file of a vector store has its file id. Each file is cited once."""
     files = {hit.chunk.document_id: (place_of(hit.chunk) or "").partition("/")[2] for hit in answer.hits}
     found: dict[Any, dict[str, JsonValue]] = {}
     for one in citations(answer):

@@ -23,7 +23,7 @@ from ragcache_openai.records import Record
 STORE, FILE, ATTACHED, BATCH = "vector_store", "file", "vector_store.file", "vector_store.files_batch"
 """Kinds of records."""
 ATTRIBUTE = "_attributes."
-"""Metadata fields of documents that are files in a vector store begin with it."""
+"""Beginning of the metadata fields that hold the attributes of a file in a vector store."""
 MOST_RESULTS = 50
 MOST_STORES = 100
 DEEPEST = 8
@@ -94,7 +94,7 @@ class FileSearchTool(RequestModel):
 
 
 def translated(filters: Comparison | Compound, param: str, depth: int = 0) -> Filter:
-    """Return the filter for documents whose attributes pass. Raises ApiError (400) naming `param`."""
+    """Return the store's filter for documents whose attributes pass `filters`. Raises ApiError (400) naming `param`."""
     if not depth and (count := _comparisons(filters)) > MAX_CONDITIONS:
         message = f"filters are {count} comparisons, and {MAX_CONDITIONS} can be made; use 'in' for lists of values"
         raise ApiError(400, message, "invalid_filter", param)
@@ -122,8 +122,9 @@ async def check_stores(caller: Caller, ids: Sequence[str], param: str) -> None:
 
 
 async def shown_hits(caller: Caller, hits: Iterable[Hit | Source]) -> list[dict[str, Any]]:
-    """Return the hits as results: file, attributes, text and score. Hits in a file that was detached meanwhile are
-    left out.
+    """Return a dict for each hit: file_id, filename, score, attributes and text.
+
+    Hits in a file that was detached from its vector store meanwhile are left out.
     """
     found = [(hit, place) for hit in hits if (place := place_of(hit.chunk)) is not None]
     ids = list(dict.fromkeys(place for _, place in found))

@@ -32,7 +32,7 @@ Attributes = Annotated[dict[Key, Value], Field(max_length=MOST_PAIRS)]
 
 
 class Chunking(RequestModel):
-    """Passages are cut as the server's store cuts them."""
+    """How a file is cut into passages: only as the server's store cuts them."""
 
     type: Literal["auto"]
 
@@ -162,10 +162,12 @@ def _check_kind(name: str, param: str) -> None:
 
 
 async def delete_indexed(caller: Caller, deletions: Sequence[Callable[..., object]], ids: Sequence[str]) -> None:
-    """Delete documents, then their records, so that an interrupted deletion is found and repeated. A client that
-    hangs up does not stop it.
+    """Delete documents, then their records: after an interruption the records are still there, and the client can
+    repeat the deletion. A client that hangs up does not stop it.
 
-    deletions: take the time to wait for other writers. What was deleted meanwhile counts as deleted
+    deletions: functions that delete documents, called with timeout_s, the seconds to wait for other writers. A vector
+               store that was deleted meanwhile is no error
+    ids:       of the records
     """
 
     async def work() -> AsyncGenerator[None, None]:
@@ -202,7 +204,10 @@ def _texts(caller: Caller, file: Record) -> list[str]:
 async def page_of_files(
     caller: Caller, store: str, bounds: Mapping[str, Any], state: str | None, ids: Sequence[str] | None = None
 ) -> ListOf:
-    """Return a page of files. A file is listed by its own id; the id of its record has the vector store's before it."""
+    """Return a page of the files of a vector store.
+
+    Clients name a file by its own id. The id of its record is the id of the vector store, a slash and the file's id.
+    """
     after = bounds["after"] and f"{store}/{bounds['after']}"
     wanted = {**bounds, "after": after, "parent": store, "state": state, "ids": ids}
     return await caller.list(ATTACHED, lambda file: shown_file(file).model_dump(), **wanted)
@@ -214,7 +219,8 @@ def count_files(states: Mapping[str, tuple[int, int]]) -> FileCounts:
 
 
 def shown_file(file: Record) -> VectorStoreFile:
-    failure = file.body.get("error") if file.state in (FAILED, DONE) else None  # why all of it failed, or a part
+    # A file that is completed has an error too, if a part of it could not be read.
+    failure = file.body.get("error") if file.state in (FAILED, DONE) else None
     return VectorStoreFile(
         id=file.body["file_id"],
         object="vector_store.file",

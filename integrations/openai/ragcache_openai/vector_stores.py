@@ -161,7 +161,7 @@ async def search_store(request: Request, caller: CallerParam, id: str, asked: St
 def _found(
     retrieve: Callable[..., list[Hit]], queries: Sequence[str], most: int, options: Mapping[str, Any]
 ) -> list[Hit]:
-    """Return hits of any of the queries, each passage once, best first."""
+    """Return at most `most` hits of any of the queries, each passage once, best first."""
     best: dict[str, Hit] = {}
     for query in queries:
         for hit in retrieve(query, most, **options):

@@ -21,7 +21,7 @@ from ragcache.store.remote import CONNECT_S, READ_S, RETRIES, WRITE_S, Blob, Blo
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
-LOOKERS = 16
+LOOKERS = 16  # threads that ask for sizes and ages of several objects at once
 _STAGED = re.compile(r".+#\d+")  # obstore's name of a file that is being written
 
 
@@ -82,8 +82,7 @@ def _open_folder(url: str, folder: Path) -> ObjectBlobs:
 
 
 class ObjectBlobs(Blobs):
-    """Blobs as objects. Each is written by a single request, because an upload in parts could be left incomplete by a
-    kill.
+    """Blobs as objects. Each blob is written by a single request: a kill could leave an upload in parts incomplete.
 
     reader, writer: the same store, with the time-outs for reading and writing
     folder:         the directory if the objects are files, else None
@@ -141,7 +140,7 @@ class ObjectBlobs(Blobs):
                     yield Blob(entry["path"], entry["size"], entry["last_modified"].timestamp())
 
     def sweep(self, older_than_s: float) -> int:
-        """Delete incomplete files, which only a folder shows."""
+        """Delete incomplete files older than this and return their number. Only a folder can hold such files."""
         if self._folder is None:
             return 0
         before = time.time() - older_than_s
@@ -175,11 +174,13 @@ class ObjectBlobs(Blobs):
 def _translated(
     where: str, refused: type[errors.StoreError], other: type[Exception] = errors.StoreError
 ) -> Iterator[None]:
-    """Translate obstore's errors into those of stores. Their texts hold addresses and answers of the service, which may
-    reveal a secret, so that none is repeated or kept as the cause.
+    """Translate obstore's errors into store errors that name `where`.
 
-    refused: raised if the service denies access
-    other: raised for an unknown error
+    The texts of obstore's errors are not repeated, and the errors are not kept as causes: they hold addresses and
+    answers of the service, which may reveal a secret.
+
+    refused: class of the error to raise if the service denies access
+    other:   class of the error to raise for an unknown error
     """
     from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 

@@ -106,9 +106,9 @@ class RedisBlobs(Blobs):
 
     @contextmanager
     def _translated(self, refused: type[StoreError] = StoreError) -> Iterator[None]:
-        """Translate the client's errors into those of stores, without their texts, which may name a user.
+        """Translate the client's errors into store errors, without their texts, which may name a user.
 
-        refused: raised if the server denies the command
+        refused: class of the error to raise if the server denies the command
         """
         from redis import exceptions
 

@@ -1,7 +1,7 @@
 """ragcache inside vLLM: stored KV blocks placed in vLLM's paged cache, by a KV connector.
 
-Nothing here is imported without the extra `vllm`. `layout` and `plan` need no vLLM; `connector` and `worker` are loaded
-by vLLM itself, in its own processes.
+vLLM itself loads `connector` and `worker`, in its own processes. Only these two modules and `scheduling` import vLLM;
+the others run without it.
 """
 
 from __future__ import annotations

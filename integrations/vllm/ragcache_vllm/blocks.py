@@ -29,8 +29,9 @@ def refuse_unwritable(layout: StoreLayout) -> None:
 
 
 class StoredBlocks:
-    """Blocks in a store's directory; with a remote, copies of its blocks.
+    """The blocks in a store's directory. With a remote, the directory holds copies of the remote's blocks.
 
+    root:       the store's directory
     remote:     URL of the remote; "": none
     owner:      id of the database that the remote belongs to
     disk_bytes: budget of the copies; None: unlimited

@@ -31,8 +31,8 @@ from ragcache.models.sampler import TokenScores
 
 log = logging.getLogger(__name__)
 CONNECT_S = 5.0
-SILENCE_S = 300.0  # for an engine that works on other requests first
-ASKED_LAST_S = 10.0  # of a server that was not reached: a machine that is down costs CONNECT_S at each attempt
+SILENCE_S = 300.0  # longest silence of a server: it may work on other requests first
+ASKED_LAST_S = 10.0  # a server that was not reached comes last for so long: each attempt may take CONNECT_S
 ERROR_BYTES = 1 << 16
 UNREACHED = (httpx.ConnectError, httpx.ConnectTimeout)
 TIMEOUT = httpx.Timeout(SILENCE_S, connect=CONNECT_S, pool=CONNECT_S)
@@ -48,9 +48,9 @@ class EngineServer(NamedTuple):
 class VllmClient:
     """A client of vLLM servers with the same model. Thread-safe; it connects at the first request.
 
-    url: "vllm://host:port", or several, separated by commas
-    name: of the model to request
-    key: sent as bearer token, never shown
+    url:  "vllm://host:port", or several, separated by commas
+    name: the model to request
+    key:  sent as bearer token, never shown; None: no key
 
     Raises ConfigError for another kind of address.
     """
@@ -95,12 +95,17 @@ class VllmClient:
         return served[self.name] if isinstance(served[self.name], int) else None
 
     def complete(self, body: Mapping[str, Any], limit: Limit, key: str = "") -> Completion:
-        """Begin a completion, on the server that `key` belongs to if it answers."""
+        """Begin a completion, on the server that `key` belongs to if that server answers.
+
+        body: of the request to vLLM, without the model
+        """
         return Completion(self, {**body, "model": self.name}, limit, self.ranked(key))
 
     def ranked(self, key: str) -> list[EngineServer]:
-        """Return all servers, beginning with the owner of a key; servers that were just not reached come last. Adding
-        or removing a server moves only its own keys.
+        """Return all servers in the order in which to try them: first the server that owns the key.
+
+        Servers that could not be reached in the last ASKED_LAST_S seconds come last. If a server is added or removed,
+        only its own keys get another owner.
         """
         since = time.monotonic() - ASKED_LAST_S
         down = {server for server, at in self._unreached.items() if at > since}
@@ -117,7 +122,7 @@ class VllmClient:
         loop.call_soon_threadsafe(loop.stop)
 
     def submit(self, work: Coroutine[Any, Any, None]) -> Any:
-        """Run a coroutine on the loop's thread, which starts with the first request."""
+        """Start a coroutine on the loop's thread, and return its future. The thread starts with the first request."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -225,7 +230,7 @@ class VllmClient:
 
 
 def trace_context() -> dict[str, str]:
-    """Return the headers of the caller's trace context (W3C), by which vLLM's spans are within its trace."""
+    """Return headers with the caller's trace context (W3C), so that vLLM's spans become part of the caller's trace."""
     headers: dict[str, str] = {}
     if "opentelemetry" in sys.modules:  # else there is no tracing
         from opentelemetry.propagate import inject
@@ -260,7 +265,7 @@ class Completion:
             yield from zip(_ids(event), chain(self._scores(event), repeat(None)), strict=False)
 
     def end(self) -> None:
-        """Read the engine's last events. If it goes on with the answer, stop it."""
+        """Read the engine's last events, which have the usage. If the engine goes on with the answer, stop it."""
         while not self._is_over:
             event = self._next()
             if event is not None and _ids(event):
@@ -305,7 +310,7 @@ class _ServerFailedError(EngineError):
 
 
 def broken(url: str, why: str) -> EngineError:
-    """Return the error of an answer that ended too early."""
+    """Return the error for an answer that ended too early. why: in a few words"""
     return _ServerFailedError(f"{url} broke off ({why}); its log says more. Ask again")
 
 
@@ -362,8 +367,9 @@ def _ids(event: Mapping[str, Any]) -> list[int]:
 
 
 def _scores(said: Mapping[str, Any], count: int) -> list[TokenScores]:
-    """Return scores from OpenAI's log-probabilities of completions, which have "token_id:7" as texts. The chosen
-    token is always in the list, whatever its rank.
+    """Return the scores in a completion's `logprobs`, in which tokens are named "token_id:7".
+
+    count: the number of likeliest tokens that were requested; vLLM adds the chosen token if it is not among them
     """
     found = []
     for logprob, near in zip(said["token_logprobs"], said["top_logprobs"], strict=True):

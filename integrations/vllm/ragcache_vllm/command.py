@@ -15,8 +15,8 @@ from ragcache_vllm.request_layout import served_name
 
 WORKERS = {"cpu": "ragcache_vllm.worker.RagCacheCPUWorker", "cuda": "ragcache_vllm.worker.RagCacheGPUWorker"}
 GRAMMARS = {"backend": "guidance", "disable_any_whitespace": True}
-"""Constrained answers as in the embedded engine: by llguidance, and JSON on one line. Unconstrained white space may
-never end.
+"""Options that constrain answers as the embedded engine does: by llguidance, and JSON on a single line, because a model
+that may write any white space between tokens of JSON may never stop writing it.
 """
 
 
@@ -25,11 +25,12 @@ class EngineSettings:
     """Settings with which vLLM is started.
 
     store:   the store's directory
+    host, port: address on which vLLM listens
     device:  selects the worker that runs the model
     load:    "step": blocks are loaded within the step that needs them, layer by layer; "ahead": by threads, while other
              requests go on
     more:    further arguments of vLLM's own server, which override those made here
-    disk_bytes: budget of copies, if the store has a remote
+    disk_bytes: budget of the copies of a remote's blocks; None: unlimited
     """
 
     store: Path

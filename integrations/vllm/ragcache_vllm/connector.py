@@ -121,12 +121,14 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._begin()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        self._begin()  # vLLM starts loads after the forward pass unless it expects one; pages may come later than that
+        # In a step for which vLLM expects no load it calls start_load_kv only after the forward pass. Such a step may
+        # have a load: onto later pages of a request that was loaded in part.
+        self._begin()
         if self._worker is not None:
             self._worker.place(layer_name)
 
     def _begin(self) -> None:
-        """Begin this step's loads, once."""
+        """Begin this step's loads, unless they have begun."""
         told = self._get_connector_metadata()
         if told is not self._begun and isinstance(told, Loads) and self._worker is not None:
             self._begun = told
@@ -162,11 +164,11 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
 
 def _check_model(name: str, checkpoint: str) -> None:
-    """Raise ModelMismatchError for a model other than that of the blocks."""
+    """Raise ModelMismatchError if the model's files are not those of the blocks. Warn if the digest is unknown ("")."""
     if checkpoint:
         refuse_other_checkpoint(name, checkpoint)
     else:
-        log.warning("nothing says which files the store's model had: ask it once without an engine, then start again")
+        log.warning("the store has no digest of its model's files: ask a question without an engine, then start again")
 
 
 def _check(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

@@ -1,4 +1,4 @@
-"""An engine that answers by another engine's model: its prompts, layouts and answers."""
+"""The engine that has vLLM answer: it makes prompts and layouts for vLLM's servers, and answers of their events."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class CompletionRequest(NamedTuple):
 
 
 class VllmEngine:
-    """An engine that answers prompts with a model run by another engine, over this store's blocks. Thread-safe."""
+    """An engine whose model runs in vLLM's servers, which read this store's blocks. Thread-safe."""
 
     def __init__(self, card: ModelCard, prompts: Prompts, kv: KVStore, engine: VllmClient) -> None:
         self.card = card
@@ -78,6 +78,7 @@ class VllmEngine:
         return VllmEngine(self.card, prompts, self._kv, self._engine)
 
     def check(self, options: RequestOptions) -> None:
+        """Raise ConfigError for options that vLLM's servers cannot follow."""
         self.prompts.check(options.method)
         options.sampling.check_ids(self.card.vocab_size, self.card.name)
         if options.thinking_budget is not None:
@@ -127,7 +128,11 @@ class VllmEngine:
         return PassStats()
 
     def _request(self, request: Request) -> CompletionRequest:
-        """Return the request for the engine. Raises ConfigError for a layout by which no blocks can be placed."""
+        """Return the request to vLLM.
+
+        It has no layout, so that vLLM computes the whole prompt, if the method reuses no blocks, a passage has no block
+        yet, or the passages are of several collections. Raises ConfigError if vLLM cannot place blocks by this layout.
+        """
         hits = [*(request.earlier_turns.history.hits if request.earlier_turns else ()), *request.hits]
         layout, names = request.plan.layout, self.prompts.block_keys
         handles = [names.key_of(hit.chunk) for hit in hits]
@@ -149,6 +154,10 @@ class VllmEngine:
         )
 
     def _reruns(self, options: RequestOptions, layout: Layout) -> list[Span]:
+        """Return the tokens in blocks that the method computes again.
+
+        Raises ConfigError for a method that selects or weighs tokens while the model runs.
+        """
         reruns = options.method.reruns(layout)
         if reruns is None:
             plain = [
@@ -162,7 +171,13 @@ class VllmEngine:
         return reruns
 
     def _layout(self, request: Request, layout: Layout, reruns: Sequence[Span], names: BlockKeys) -> RequestLayout:
-        """Return the layout. names: keys of the passages' blocks, which have one salt"""
+        """Return the layout to send with a request.
+
+        reruns: tokens in blocks that are computed again
+        names: makes the keys of the passages' blocks, which all have its salt
+
+        Raises ConfigError if the recipe has a primer and the prompt does not begin as the store's prompts do.
+        """
         first = names.first_ids
         blocks = [Span(piece.start, piece.end) for piece in layout.placed()]
         seen = len(request.options.method.prefix_ids(self.card, request.prompt)) if names.recipe.sees_prefix else 0
@@ -176,7 +191,7 @@ class VllmEngine:
         return RequestLayout(tuple(blocks), tuple(reruns), seen, names.recipe, names.salt)
 
     def _has_beginning(self, layout: Layout, names: BlockKeys) -> bool:
-        """Return whether the prompt begins with the store's own first text, and this is stored as a block."""
+        """Return whether the prompt begins as the store's prompts do, and that beginning is stored as a block."""
         first, key = names.first_ids, names.first_key
         begins = layout.pieces[0].passage is None and layout.pieces[0].ids[: len(first)] == first
         return begins and key is not None and key in self._kv
@@ -265,12 +280,16 @@ class VllmConnection(VllmClient):
         return reads_by_layout(card, method)
 
     def engine(self, card: ModelCard, prompts: Prompts, kv: KVStore) -> VllmEngine:
-        """Return an engine that answers by these servers, over a store's blocks."""
+        """Return an engine whose model runs in these servers, over a store's blocks."""
         return VllmEngine(card, prompts, kv, self)
 
 
 def connect(url: str, fingerprint: str, key: str | None) -> VllmConnection:
-    """Return a connection to the servers at an address, for this model. Raises ConfigError for another kind of
-    address.
+    """Return a connection to the servers at an address, for the store's model.
+
+    url: "vllm://host:port", or several, separated by commas
+    fingerprint: of the model, in its block keys
+
+    Raises ConfigError for an invalid address.
     """
     return VllmConnection(url, served_name(fingerprint), key)

@@ -18,13 +18,13 @@ from ragcache.kv.rope import Angles
 
 NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FLAGS = {"AVX2": "-march=x86-64-v3", "AVX512": "-march=x86-64-v3"}
-"""The compiler's flag by PyTorch's name for what this processor can do. The function needs fused multiplication and
-addition, by which it rounds as PyTorch does.
+"""Flags of the compiler by capability of the processor, as PyTorch names it. The function needs instructions that
+multiply and add in one step, by which it rounds as PyTorch does.
 """
 
 
 def place_function() -> Callable[..., bool] | None:
-    """Return the function, compiled if need be; None if it is switched off or this machine cannot have it."""
+    """Return the C++ function, compiled at its first use; None if it is switched off or cannot run on this machine."""
     flag = FLAGS.get(torch.backends.cpu.get_cpu_capability())
     if flag is None or os.environ.get(SWITCH) == "plain" or (library := native.load("pages", flag)) is None:
         return None
@@ -36,7 +36,7 @@ def place_function() -> Callable[..., bool] | None:
 
 
 class HostKernel:
-    """Places some blocks consecutively, with a call a layer; the counterpart of `PlaceKernel` on a CPU.
+    """Places the tokens of some blocks one after another, by a call for each layer: `PlaceKernel` for a CPU.
 
     table: int64 [num_layers, num_blocks, 6], see `Part` in pages.cpp
     """
@@ -52,8 +52,9 @@ class HostKernel:
     def of(
         cls, blocks: Sequence[KVBlock], device: torch.device, parts_of: Sequence[tuple[int, int]]
     ) -> HostKernel | None:
-        """Return the kernel over these blocks, or None if it cannot read one of them by its address, or does not run
-        here.
+        """Return the kernel over these blocks, or None.
+
+        It is None if the kernel does not run here, or cannot read one of the blocks by its address; see `_is_readable`.
 
         parts_of: for each block, the first token to place and the number of tokens
         """
@@ -78,7 +79,10 @@ class HostKernel:
     def place(
         self, layer: int, angles: Angles | None, keys: Tensor, values: Tensor, slots: Tensor, own: int = 0
     ) -> None:
-        """Write a layer's rotated keys, and its values; see `PlaceKernel.place`."""
+        """Write a layer's rotated keys, and its values; see `PlaceKernel.place`.
+
+        Raises ArithmeticError if keys or values have more channels than the function takes.
+        """
         parts = self._table[layer]
         cos, sin, half = (None, None, 0) if angles is None else angles
         addresses = [None if angle is None else angle.data_ptr() for angle in (cos, sin)]
@@ -91,12 +95,12 @@ class HostKernel:
 
 
 def _is_readable(tensors: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    """Return whether these are plain numbers in rows, on the host."""
+    """Return whether these are a single tensor of `dtype` on the CPU, with the channels of each token side by side."""
     held = tensors[0]
     is_plain = len(tensors) == 1 and held.dtype == dtype and held.device.type == "cpu"
     return is_plain and held.stride()[2:] == (held.shape[3], 1)
 
 
 def _pages(view: Tensor) -> ctypes.Array[ctypes.c_int64]:
-    """Return a view of pages as pages.cpp reads it."""
+    """Return the address, strides and width of a view of pages, as pages.cpp reads them."""
     return (ctypes.c_int64 * 6)(view.data_ptr(), *view.stride(), view.shape[3])

@@ -34,8 +34,11 @@ def servable(name: str, checkpoint: str, into: Path) -> tuple[str, str]:
     checkpoint: expected digest of the model
     into: folder for merged directories
 
-    A model that is not an adapter is returned as it is. Matrices that act on passages alone are left out: they are
-    part of the blocks, and an engine reads the rest with the base's weights. Raises ModelMismatchError, AdapterError.
+    For a model that is not an adapter these are the model itself and `checkpoint`. For an adapter they are those of the
+    directory that `merge` writes. Matrices of the adapter that act on passages alone are not merged: their effect is in
+    the blocks, and the engine reads other tokens with the base's weights.
+
+    Raises ModelMismatchError if the adapter's files have another digest, and AdapterError.
     """
     where = resolve(name)
     adapter = Adapter.find(where) if where else None
@@ -54,7 +57,7 @@ def servable(name: str, checkpoint: str, into: Path) -> tuple[str, str]:
 
 
 def merge(adapter: Adapter, into: Path) -> Path:
-    """Write the merged directory below `into`, unless it exists; it is named by the adapter's digest.
+    """Return the merged directory below `into`, named by the adapter's digest. Write it if it does not exist.
 
     Raises AdapterError if the base is missing, is another model, or is not in safetensors.
     """
@@ -97,8 +100,10 @@ def _write(adapter: Adapter, base: Path, out: Path) -> None:
 
 
 def _tables(base: Path) -> dict[str, bool]:
-    """Return the names of the tensors with a row for each id, and for each whether the embedding's rows belong
-    there: a head has its own rows, unless it shares them. Raises AdapterError if there are other tables.
+    """Return, by name, the tensors with a row for each token id, and whether the rows are the embedding's.
+
+    These are the embedding, and the head if it is separate: its rows are then its own. Raises AdapterError if there are
+    other such tensors.
     """
     config = AutoConfig.from_pretrained(base, trust_remote_code=False)
     with torch.device("meta"):
@@ -128,8 +133,9 @@ def _files_with(tables: Mapping[str, bool], base: Path) -> Iterator[Path]:
 
 
 def _write_weights(adapter: Adapter, path: Path, tables: Mapping[str, bool], out: Path) -> None:
-    """Write a file of the base with room for the ids. The embedding is in float32, so that the rows are as they
-    were trained.
+    """Write a copy of a file of the base whose tables have a row for each of the adapter's ids.
+
+    The embedding gets the adapter's trained rows. It is written in float32, so that these rows are not rounded.
     """
     with safe_open(path, "pt") as held:
         metadata = held.metadata()

@@ -119,7 +119,8 @@ class Opened(NamedTuple):
 class Placing:
     """The blocks of some loads, and the slots of their tokens. `place` is called once per layer.
 
-    by_kernel: place them all by a kernel, if it can read them
+    by_kernel: whether to use a kernel, if there is a kernel here that can read all of the blocks
+    slots:     int64 [num_tokens], numbers of the tokens' places in vLLM's cache
     """
 
     def __init__(
@@ -144,12 +145,13 @@ class Placing:
         return self._kernel is not None
 
     def look_up(self, layers: Iterable[PagedLayer]) -> None:
-        """Look up the angles of all layers, on the current stream."""
+        """Compute the rotation angles for all layers, on the current stream."""
         for paged in layers:
             self._angles.of(paged.index)
 
     @torch.inference_mode()
     def place(self, paged: PagedLayer, dtype: torch.dtype) -> None:
+        """Write a layer's rotated keys, and its values, to its pages. dtype: as for `WorkerSide.register`"""
         angles = self._angles.of(paged.index)
         if self._kernel is not None:
             head = self._shard.heads(self._stretches[0][0].layers[paged.index].num_kv_heads).start
@@ -213,15 +215,15 @@ class WorkerSide:
         self._lock = threading.Lock()
 
     def register(self, layers: Mapping[str, PagedLayer], dtype: torch.dtype, max_tokens: int) -> None:
-        """Take the layers by vLLM's names.
+        """Set the layers, by vLLM's names, before the first step.
 
-        dtype: of keys and values as vLLM's backend takes them
-        max_tokens: of a sequence
+        dtype: data type in which vLLM's backend takes keys and values
+        max_tokens: the longest sequence
         """
         self._layers, self._dtype = dict(sorted(layers.items(), key=lambda item: item[1].index)), dtype
         for paged in self._layers.values():
             last = min(max_tokens, self._rope.longest) - 1
-            self._rope.angles(paged.index, last, 1)  # makes the tables, before several streams read them
+            self._rope.angles(paged.index, last, 1)  # makes the tables of angles, before several streams read them
 
     def begin(self, loads: Sequence[Load]) -> None:
         """Begin the loads of a step."""
@@ -316,7 +318,7 @@ class WorkerSide:
         return Opened(load, blocks)
 
     def _read(self, key: str) -> KVBlock | None:
-        """Return a block, in memory that the kernel can read if it is used."""
+        """Return a block; in page-locked memory, if the kernel on this device needs that."""
         block = self._fetch(key)
         if block is None or not self._locks_memory:
             return block

@@ -15,9 +15,9 @@ from ragcache_vllm.request_layout import RequestLayout
 class Stretch(NamedTuple):
     """Consecutive tokens whose KV is in one block.
 
-    key:    of the block
-    tokens: their span in the prompt
-    offset: of the first token within the block
+    key:    the block's key
+    tokens: span of the tokens in the prompt
+    offset: position of the first of them within the block
     """
 
     key: str
@@ -65,13 +65,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Load:
-    """A worker's task for a request.
+    """A worker's task: to place stored blocks on the pages of a request.
 
-    stretches:  of stored blocks, in order
+    stretches:  the tokens to load, in order
     page_ids:   the request's pages in vLLM's cache, in order
     computed:   tokens that the model runs, in order; empty if they are the sequence's end, as vLLM expects
-    num_tokens: of the sequence
-    is_async:   whether the request waits for it while other requests go on; False: the step waits for it
+    num_tokens: length of the sequence
+    is_async:   whether other requests go on while this request waits for the load; False: the whole step waits
     """
 
     request_id: str
@@ -83,7 +83,10 @@ class Load:
 
 
 def make_plan(ids: Sequence[int], layout: RequestLayout, fingerprint: str) -> Plan:
-    """Return the plan of a request, with the keys of its blocks. ids: its prompt. Raises LayoutError."""
+    """Return the plan of a request. ids: its prompt
+
+    Raises LayoutError if the layout does not fit the prompt, or its recipe leaves out tokens.
+    """
     layout.check(len(ids))
     if not layout.recipe.is_dense:
         raise LayoutError(

@@ -1,4 +1,4 @@
-"""Test of the placing kernel: it fills vLLM's pages only after it was seen to write the same as the plain way."""
+"""Test of the placing kernel. It is used only if it writes to vLLM's pages what is written without a kernel."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ log = logging.getLogger("vllm.ragcache")
 def is_kernel_right(
     layers: Sequence[PagedLayer], rope: Rope, shard: Shard, page_tokens: int, dtype: torch.dtype
 ) -> bool:
-    """Return whether the kernel runs here and fills pages as the plain way does; a failure is logged with its reason.
+    """Return whether the kernel runs here and fills pages as placing without a kernel does. A failure is logged.
 
-    layers: with pages that are not in use yet
-    dtype: of keys and values as vLLM's backend takes them
+    layers: the layers of this worker; their pages are not in use yet
+    dtype:  data type in which vLLM's backend takes keys and values
     """
     kernel = kernel_on(layers[0].device)
     if kernel is None:

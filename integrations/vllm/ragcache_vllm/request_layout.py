@@ -66,7 +66,7 @@ class RequestLayout:
             raise LayoutError(f"the layout's prefix of {self.prefix} tokens ends behind its blocks")
 
     def check(self, num_tokens: int) -> None:
-        """Raise LayoutError if it does not fit a prompt of so many tokens, whose last token has to run."""
+        """Raise LayoutError if the layout does not fit a prompt of `num_tokens` tokens, whose last token has to run."""
         if self.blocks and self.blocks[-1].stop >= num_tokens:
             raise LayoutError(
                 f"the layout's blocks end at token {self.blocks[-1].stop} of a prompt of {num_tokens}, whose last "
@@ -83,7 +83,7 @@ class RequestLayout:
         return _joined(sorted(span for span in (*free, *self.runs) if span.num_tokens))
 
     def loaded(self) -> Iterator[tuple[Span, Span]]:
-        """Yield each block once for every stretch of its tokens that is loaded from it, in order."""
+        """Yield, in order, each stretch of tokens that is loaded: the block's span, then the stretch's span."""
         for block, runs in self._runs_by_block():
             at = block.start
             for run in (*runs, Span(block.stop, block.stop)):
@@ -92,7 +92,10 @@ class RequestLayout:
                 at = run.stop
 
     def salt(self, fingerprint: str, caller_salt: str | None) -> str:
-        """Return a digest of everything that the KV of these tokens depends on, apart from the tokens."""
+        """Return a digest of everything but the tokens that their KV depends on, for vLLM's `cache_salt`.
+
+        caller_salt: the request's own `cache_salt`
+        """
         return "ragcache:" + digest([self._json(), fingerprint, caller_salt])
 
     def to_params(self) -> dict[str, Any]:

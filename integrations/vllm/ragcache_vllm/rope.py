@@ -15,7 +15,7 @@ from ragcache.models.attention import NAME, register
 from ragcache.models.support import inspect, refuse_by_config
 
 _SMALL = 16
-MOVING = {"longrope", "dynamic"}
+MOVING = {"longrope", "dynamic"}  # kinds of RoPE whose frequencies depend on the length
 
 
 def rope_of(config: PreTrainedConfig, name: str, device: torch.device) -> Rope:

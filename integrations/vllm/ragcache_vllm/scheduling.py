@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.ragcache")
 VERIFIERS = 4
 KNOWN_S = 0.001
-"""Time to wait for blocks whose files were verified before: a step without work takes longer."""
+"""Seconds that a call waits for the verification of a request's blocks: enough if their files were verified before, and
+less than a step without work takes."""
 
 
 @dataclass
 class Loads(KVConnectorMetadata):  # type: ignore[misc]
-    """Changes for the workers in a step.
+    """The message from the scheduler's part to the workers' parts in a step.
 
     loads: loads that begin
     plain: requests that from now on run as vLLM expects, whatever was sent about them before
@@ -49,13 +50,13 @@ class _Served:
     """A request with a layout, until it is finished.
 
     salt:      the caller's own `cache_salt`
-    verified:  results in None, or in the reason why the blocks cannot be served
-    local:     tokens that were in vLLM's cache when it was last scheduled
-    page_ids:  its pages once they are allocated
-    placed:    tokens at its beginning whose stored KV is on its pages, or being loaded
-    complete:  whether its whole prompt has been computed, or given to a step that runs before the next
-    loaded:    tokens that were loaded for it, over all its loads
-    reason:    why it is answered without stored blocks; None if it uses them
+    verified:  its result is None, or the reason why the blocks cannot be served
+    local:     number of tokens that were in vLLM's cache when the request was last scheduled
+    page_ids:  the request's pages, once they are allocated
+    placed:    number of tokens at the beginning whose stored KV is on these pages, or being loaded
+    complete:  whether the whole prompt has been computed, or will be by the step that was scheduled last
+    loaded:    number of tokens that were loaded, over all loads of the request
+    reason:    why the request is answered without stored blocks; None if it uses them
     """
 
     request: Request
@@ -96,7 +97,7 @@ class SchedulerSide:
         self._pages: KVCacheManager | None = None
 
     def bind(self, pages: KVCacheManager) -> None:
-        """Take vLLM's cache manager, which can evict pages that were cached too early."""
+        """Set vLLM's cache manager, which can evict pages that were cached too early."""
         self._pages = pages
 
     def on_new_request(self, request: Request) -> None:
@@ -114,8 +115,9 @@ class SchedulerSide:
         _rename(request, layout.salt(self._fingerprint, request.cache_salt))
 
     def count_loaded(self, request: Request, num_local: int) -> tuple[int | None, bool]:
-        """Return how many tokens to load after the first `num_local`, which are in vLLM's cache; None: call again
-        later.
+        """Return how many tokens to load, and whether the load is asynchronous. None as the number: call again later.
+
+        num_local: number of the first tokens, which are in vLLM's cache
 
         vLLM then schedules as many tokens as are left. The worker moves them to their places between loaded tokens
         (`ragcache_vllm.worker`).
@@ -158,7 +160,7 @@ class SchedulerSide:
         cached = output.scheduled_cached_reqs
         for name, page_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             served = self._served.get(name)
-            resumes = name in cached.resumed_req_ids  # `allocated` got all its pages
+            resumes = name in cached.resumed_req_ids  # `allocated` got all pages of such a request
             if served is not None and served.reason is None and served.lacks_tokens and page_ids and not resumes:
                 served.page_ids += page_ids[0]
                 self._load_onto_pages(served, is_async=False)
@@ -248,8 +250,9 @@ class SchedulerSide:
 
 
 def _rename(request: Request, salt: str | None) -> None:
-    """Cache a request's KV under another name: the salt is part of its first page's hash, and so of all later
-    hashes.
+    """Give a request's KV another name in vLLM's prefix cache.
+
+    The salt is part of the hash of the first page, and so of the hashes of all later pages.
     """
     request.cache_salt = salt
     request.block_hashes.clear()

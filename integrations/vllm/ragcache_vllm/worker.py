@@ -56,7 +56,7 @@ class _Scattered:
 
 
 class ScatteredPrefill:
-    """A mixin for a model runner of vLLM's.
+    """A mixin for vLLM's model runners, which lets a step compute tokens between loaded tokens.
 
     _rows: the runs of each request in the step that is being prepared; None for a request that runs as vLLM expects,
            and None altogether if no request is scattered
@@ -71,7 +71,7 @@ class ScatteredPrefill:
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
     def _note(self, output: SchedulerOutput) -> None:
-        """Remember which requests are scattered. Workers hear of an asynchronous load before its tokens run."""
+        """Remember which requests are scattered. The load of a request is sent here before its tokens run."""
         told = output.kv_connector_metadata
         loads, plain = (told.loads, told.plain) if isinstance(told, Loads) else ((), ())
         for name in (*output.finished_req_ids, *plain, *(load.request_id for load in loads)):
@@ -94,10 +94,12 @@ class ScatteredPrefill:
     def _place_tokens(
         self, token_ids: Tensor, requests: Sequence[int], counts: Sequence[int], positions: Tensor, ids: Tensor
     ) -> None:
-        """Replace the positions and ids of each sequence's end, which vLLM prepared, with those of the step's tokens.
+        """Replace positions and ids: vLLM prepared those of each sequence's end, not those of the runs.
 
-        token_ids: of all sequences
-        requests: the index of each request of this step among these
+        token_ids: ids of all sequences, a row for each
+        requests:  for each request of this step, its row
+        counts:    tokens of each request in this step
+        positions, ids: of the step's tokens; changed in place
         """
         begin = 0
         for request, runs, count in zip(requests, self._rows or (), counts, strict=True):
@@ -118,9 +120,7 @@ class ScatteredPrefill:
                 yield from group.metadata_builders
 
     def _split_rows_of(self, builder: Any) -> None:
-        """Make this object build its metadata with a row for each run. Its class and all other objects are
-        unchanged.
-        """
+        """Make this builder build metadata with a row for each run. Only this object is changed, not its class."""
         build = builder.build
 
         def by_run(
@@ -164,7 +164,10 @@ class ScatteredPrefillV2(ScatteredPrefill):
 
 
 def split_rows(common: CommonAttentionMetadata, rows: Sequence[Runs | None]) -> CommonAttentionMetadata:
-    """Return the metadata of a batch in which every run is a separate row, over its request's block table."""
+    """Return the metadata of a batch in which every run is a separate row, over its request's block table.
+
+    rows: the runs of each request; None for a request that keeps its single row
+    """
     starts = common.query_start_loc_cpu.tolist()
     lengths = common.seq_lens.tolist()
     index, queries, ends = list[int](), [0], list[int]()

@@ -38,7 +38,9 @@ OWN = {
 
 @cache
 def readers() -> dict[str, str]:
-    """Return the name of the reader function for each suffix. This package's readers have priority over plug-ins'.
+    """Return, by suffix (".md"), the place of the reader function as "module:attribute".
+
+    This package's readers have priority over those of plug-ins.
 
     Readers are imported at first use: the parsers take most of a second, and listing files needs none of them.
     """

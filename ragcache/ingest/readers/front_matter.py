@@ -39,7 +39,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _number(loader: _Loader, node: yaml.ScalarNode) -> float | str:
-    """Return the number, or its text where a number would lose digits: version 1.10 is another than 1.1."""
+    """Return the number, or its text if a number would lose digits: version 1.10 is not version 1.1."""
     text = str(node.value)
     number = float(text)
     if math.isinf(number):

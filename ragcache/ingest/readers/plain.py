@@ -19,7 +19,7 @@ Reader = Callable[[Path, str], Iterator[Document | ReaderError]]
 
 ENCODING: ContextVar[str | None] = ContextVar("ragcache_encoding", default=None)
 """Encoding of text that is not UTF-8, as `ReadLimits.encoding` states it."""
-STATE = "--encoding, ReadLimits.encoding"
+STATE = "--encoding, ReadLimits.encoding"  # where users state it, for messages
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 # What programs mean by an encoding's name (WHATWG, Encoding): a larger set than Python's of the same name.
 _MEANT = {
@@ -55,8 +55,8 @@ def read_bytes(path: Path) -> bytes:
 def decode(data: bytes, path: str | os.PathLike[str]) -> str:
     """Decode UTF-8, UTF-16 with a byte order mark, or else the stated encoding, into text with "\\n" line ends.
 
-    Encodings are not guessed: charset-normalizer decodes a fifteenth of short texts into letters of another script, and
-    more of those in Latin letters into names that do not exist. Raises ReaderError.
+    Encodings are not guessed: charset-normalizer decodes one short text in fifteen into letters of another script, and
+    even more texts in Latin letters so that names come out misspelt. Raises ReaderError.
     """
     stated = ENCODING.get() or ""
     stated = _MEANT.get(codecs.lookup(stated).name, stated) if stated else ""
@@ -86,8 +86,10 @@ def decode(data: bytes, path: str | os.PathLike[str]) -> str:
 def decode_stated(data: bytes, stated: str, path: str | os.PathLike[str]) -> str:
     """Decode text in the encoding that its file states, with "\\n" line ends.
 
-    The bytes are believed before the statement: a byte order mark is, and so is UTF-8 where an encoding of single bytes
-    is stated, since no text in that happens to be UTF-8. Raises LookupError, UnicodeDecodeError, ReaderError.
+    The bytes have priority over the stated encoding. A byte order mark decides. If an encoding of single bytes is
+    stated, bytes that are valid UTF-8 are read as UTF-8: text in such an encoding hardly ever is valid UTF-8.
+
+    Raises LookupError for an encoding that Python does not know, UnicodeDecodeError and ReaderError.
     """
     if data.startswith((*_UTF16, codecs.BOM_UTF8)):
         return decode(data, path)
