@@ -14,7 +14,7 @@ from ragcache_demo.bag_of_words import BagOfWords
 
 
 class Given(Embeddings):
-    """Gives back what it was made with."""
+    """An object that returns the argument it was made with."""
 
     def __init__(self, *vectors: list[float], model: str = "") -> None:
         self.vectors = list(vectors)
