@@ -18,7 +18,7 @@ def stage(name: str, code: str, limit_s: float = 60) -> Stage:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch):
-    """Run the benchmark with these stages; return the outcomes and the page."""
+    """Return a function that runs the benchmark with given stages, and returns their outcomes and the written page."""
 
     def kit(every: list[Stage], out: Path, *options: str) -> tuple[dict[str, Outcome], str]:
         monkeypatch.setattr(gpu, "stages", lambda *_: iter(every))

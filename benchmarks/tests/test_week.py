@@ -16,7 +16,9 @@ from ragcache_plan.logs import KINDS, LoggedRequest, Part, read_log
 
 @pytest.fixture
 def log(tmp_path) -> Path:
-    """Return sixty requests over three days: two system prompts whose last part changes, and popular passages."""
+    """Return the path of a log of sixty requests over three days: two system prompts whose last part changes, and
+    popular passages.
+    """
     random = np.random.default_rng(0)
     lengths = {f"p{number}": int(random.integers(8, 40)) for number in range(30)}
     path = tmp_path / "log.jsonl"

@@ -313,7 +313,7 @@ def test_cells_keep_their_own_types(tmp_path):
 
 
 def places_in(document: Document, *words: str) -> list[dict[str, object]]:
-    """Return, for each line, the place that it begins in."""
+    """Return, for each of `words`, the place of the text from there to the end of its line."""
     index = PlaceIndex(document.text, document.places)
     starts = [document.text.index(word) for word in words]
     return [index.between(start, (document.text + "\n").index("\n", start)) for start in starts]

@@ -283,7 +283,7 @@ def test_nothing_that_fits_is_an_error(runner):
 
 @pytest.fixture
 def kv_alone(tiny, tmp_path):
-    """Return a store that holds KV and no documents."""
+    """Return the path of a store that holds KV and no documents."""
     alone = rc.StoreConfig(neighbours=0)
     with rc.RagCache.open(tmp_path / "alone", model=tiny, embedder=BagOfWords(), store=alone) as kb:
         kb.precompute([rc.Document(name, text) for name, text in TEXTS.items()], collection="theirs")

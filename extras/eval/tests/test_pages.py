@@ -175,7 +175,7 @@ def test_what_cannot_be_answered_is_stated_nowhere():
 
 
 def _names(question):
-    """Return the name in a question: its longest run of capitalised words after the first word."""
+    """Yield the name in a question: its longest run of capitalised words after the first word."""
     words = question.rstrip("?").replace("'s", "").split(" ")
     runs = [[]]
     for word in words[1:]:

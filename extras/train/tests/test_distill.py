@@ -130,7 +130,9 @@ def test_loss_and_gradient_equal_plain_transformers(family, recipe, spec, tmp_pa
 
 
 def losses_of_tokens(distill, lm, batch):
-    """Return the KL of every labelled token by plain means, now and under the untrained weights."""
+    """Return the KL of every labelled token by plain means, now and under the untrained weights, and the
+    log-probabilities of the teacher and of the student.
+    """
     truth = answer_logits(distill.teacher, distill.teacher, batch["teacher"]).double().log_softmax(-1)
     found = [
         answer_logits(model, model, batch, lm.rope).double().log_softmax(-1) for model in (lm.model, distill.teacher)

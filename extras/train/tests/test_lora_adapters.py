@@ -42,7 +42,7 @@ def save_base(directory, tied):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """Return a model whose head shares the embedding's weights."""
+    """Return the directory of a model whose head shares the embedding's weights."""
     return save_base(tmp_path_factory.mktemp("base"), tied=True)
 
 
@@ -52,7 +52,7 @@ def options_of(base, folder):
 
 @pytest.fixture(scope="module")
 def trained(base, tmp_path_factory):
-    """Return an adapter of four steps."""
+    """Return the directory of an adapter after four steps of training."""
     return train(replace(options_of(base, tmp_path_factory.mktemp("trained")), steps=4)).out
 
 

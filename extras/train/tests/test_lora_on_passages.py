@@ -157,7 +157,7 @@ def test_damaged_matrices_are_named(trained, tmp_path):
 
 
 def test_a_smaller_adapter_reads_nearly_as_the_whole_one(trained, tmp_path):
-    """All three ranks are kept, so only float8's rounding is lost: each number has 3 bits."""
+    """All three ranks are kept, so the only loss is that of rounding to float8, whose fraction has 3 bits."""
     assert shrink(trained, tmp_path / "small", 3) == pytest.approx(1)
     whole, small = rc.load_lm(trained), rc.load_lm(tmp_path / "small")
     chunk = engine_prompt(whole.tokenizer).chunk_ids[0]

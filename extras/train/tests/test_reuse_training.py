@@ -47,7 +47,7 @@ def options(base, tmp_path):
 
 @pytest.fixture(scope="module")
 def trained(base, tmp_path_factory):
-    """Return a model after two steps of `link`."""
+    """Return the directory of a model after two steps of training with the method `link`."""
     return train(replace(options_of(base, tmp_path_factory.mktemp("trained")), steps=2)).out
 
 

@@ -35,7 +35,7 @@ def options(base, tmp_path):
 
 @pytest.fixture
 def of_one_length(monkeypatch):
-    """Return batches of equal length, as on a GPU."""
+    """Pad all batches to the same length, as on a GPU."""
 
     class OneLength(ReuseTrainer):
         def __init__(self, *args, multiple, **kwargs):

@@ -51,7 +51,7 @@ minilm = made_by(rc.load_embedder, "minilm", scope="session")
 
 @pytest.fixture(scope="session")
 def made_registry(tmp_path_factory, mini, minilm) -> Path:
-    """Return a store with a document for each line of the registry, which `shared_registry` copies."""
+    """Return the path of a store with a document for each line of the registry, which `shared_registry` copies."""
     path = tmp_path_factory.mktemp("registry") / "kb"
     with rc.RagCache.open(path, model=mini, embedder=minilm) as kb:
         RagCacheVectorStore(kb).add_documents(registry_documents())
@@ -60,7 +60,7 @@ def made_registry(tmp_path_factory, mini, minilm) -> Path:
 
 @pytest.fixture(scope="session")
 def shared_registry(tmp_path_factory, made_registry, mini, minilm) -> Iterator[rc.RagCache]:
-    """Return a store that keeps the prefix but no placed context: a repeated question is read as at first."""
+    """Yield a store that keeps the prefix but no placed context: a repeated question is read as at first."""
     folder = tmp_path_factory.mktemp("read") / "registry"
     shutil.copytree(made_registry, folder)
     config = rc.StoreConfig(prefix_bytes=16 * mini.kv_bytes_per_token)

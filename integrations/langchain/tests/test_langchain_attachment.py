@@ -50,7 +50,7 @@ def kept(kb: rc.RagCache) -> set[str]:
 
 
 def share(kb: rc.RagCache, message) -> float:
-    """Return the share of the passages' tokens that did not run."""
+    """Return the number of cached tokens over that of the passages' tokens."""
     return message.usage_metadata["input_token_details"]["cache_read"] / sum(map(kb.count_tokens, TEXTS.values()))
 
 

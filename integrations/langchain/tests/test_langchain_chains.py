@@ -52,7 +52,7 @@ class LastAnswer(BaseCallbackHandler):
 
 
 def suffix_and_link_tokens(kb: rc.RagCache, question: str, passages: int) -> int:
-    """Return the number of tokens after the passages, counted by hand, and of trained tokens as the checkpoint's
+    """Return the number of tokens after the passages, counted by hand, plus that of trained tokens as the checkpoint's
     configuration states them: K after every passage, and a single token at the end.
     """
     stated = json.loads((Path(rc.__file__).parent / "mini" / "config.json").read_text())["ragcache"]

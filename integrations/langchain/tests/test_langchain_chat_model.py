@@ -30,7 +30,7 @@ def chat(registry) -> ChatRagCache:
 
 @pytest.fixture
 def babbler(tmp_path, lm) -> ChatRagCache:
-    """Return a random model, which writes until its limit."""
+    """Yield a chat model over a random model, which writes until its limit."""
     with rc.RagCache.open(tmp_path / "babble", model=lm, embedder=BagOfWords()) as kb:
         yield ChatRagCache(kb=kb, max_tokens=300)
 

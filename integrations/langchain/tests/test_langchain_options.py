@@ -21,7 +21,7 @@ FORMS = {"json_schema": {"type": "object"}, "regex": "a", "choices": ["a"]}
 
 
 class Engine:
-    """Records the options of a store's calls, and makes the calls."""
+    """Records the options of a store's calls, and returns a prepared answer."""
 
     def __init__(self, kb: rc.RagCache, monkeypatch: pytest.MonkeyPatch) -> None:
         self.options: dict[str, object] = {}

@@ -30,7 +30,7 @@ def empty(open_kb) -> rc.RagCache:
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory, lm) -> Path:
-    """Return a store whose documents were ingested without LlamaIndex. Tests that change a store take `kb`."""
+    """Return the path of a store with documents ingested without LlamaIndex. Tests that change a store take `kb`."""
     path = tmp_path_factory.mktemp("made") / "kb"
     years = {id: 2020 + rank for rank, id in enumerate(TEXTS)}
     with rc.RagCache.open(path, model=lm, embedder=BagOfWords(), method="reposition", store=QUIET) as kb:

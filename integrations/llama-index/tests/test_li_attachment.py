@@ -50,7 +50,7 @@ def has(kb, *texts) -> list[bool]:
 
 
 def share(kb, recorder, nodes) -> float:
-    """Return the share of the passages' tokens that did not run."""
+    """Return the number of cached tokens over that of the nodes' tokens."""
     [answer] = recorder.answers()
     return answer["usage"]["cached_tokens"] / sum(kb.count_tokens(read(node)) for node in nodes)
 

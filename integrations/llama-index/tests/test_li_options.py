@@ -26,7 +26,7 @@ MESSAGES = [ChatMessage("Hi")]
 
 @pytest.fixture
 def engine(kb, monkeypatch) -> dict[str, object]:
-    """Return the options that the engine's streams got last."""
+    """Return a dictionary that holds the options of the last call for a stream."""
     given: dict[str, object] = {}
     answer = kb.complete("Hi", sampling=rc.Sampling(1))
 

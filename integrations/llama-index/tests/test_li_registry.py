@@ -68,7 +68,7 @@ def suffix_tokens(kb: rc.RagCache, question: str) -> int:
 
 
 def link_tokens() -> int:
-    """Return the number of link tokens after each passage, and the token that no passage follows."""
+    """Return the number of link tokens after K passages, plus one for the token that ends the passages."""
     config = EXAMPLES.parent / "ragcache" / "mini" / "config.json"
     return K * int(json.loads(config.read_text(encoding="utf-8"))["ragcache"]["link_tokens"]) + 1
 
