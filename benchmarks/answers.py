@@ -4,14 +4,14 @@ python -m benchmarks answers --model DIR --data DIR                      # every
 python -m benchmarks answers --model DIR --data DIR --methods reposition,epic:first_tokens=4 --sets nq10 --questions 100
 python -m benchmarks answers --model DIR --data DIR --minutes 0          # the report of the journal
 
-Questions are chosen by a hash of their ids, so that more of them hold the fewer. Sets are asked in turn, a question of
-each, and every method reads a question before the next is asked: whenever a run ends, all methods have read the same
-ones. One full prefill a question is what all of them are compared with. Where a set names positions of its gold
-passage, the n-th question has it at the n-th of them, and so on round. Passages that hold no answer are dropped from
-the end where a prompt is longer than --context.
+Questions are chosen by a hash of their ids, so that a larger --questions includes all questions of a smaller. Sets take
+turns, a question each, and every method reads a question before the next question: whenever a run ends, all methods
+have read the same questions. All methods are compared with a single full prefill per question. If a set names positions
+of its gold passage, the n-th question has the passage at the n-th position, counting round. If a prompt is longer than
+--context, passages without the answer are dropped from its end.
 
-Every score is on disk before the next is measured. Run it again to go on, with more questions, sets or methods if you
-like: the report is of all that the journal holds.
+Each score is on disk before the next is measured. Run the same command again to go on, also with more questions, sets
+or methods: the report covers all that the journal holds.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ BUDGETS = (
     "a3:boundary_tokens=16",
     "prophet:boundary_tokens=16",
 )
-"""Beside each method with its default options: other budgets."""
+"""Methods with other budgets, which are measured beside each method with its default options."""
 SYSTEM = "Give only the short answer that the text states, such as a name, a number or a date. No full sentence."
 OPENING = {True: 'According to the text, the answer is "', False: ' "'}
-"""What an answer begins with, by whether there is a chat template; without one the prompt ends with "Answer:" before.
-An open quotation has small models copy a few words where they would write a sentence."""
+"""The beginning of an answer, by whether there is a chat template; without a template "Answer:" precedes it. After an
+opening quotation mark, small models copy a few words instead of writing a sentence."""
 MAX_ANSWER_TOKENS = 24
 STOP = ("\n", '"')
 
@@ -65,13 +65,13 @@ STOP = ("\n", '"')
 @dataclass(frozen=True)
 class Settings:
     """model:      bundled name, directory or hub id
-    data:       directory of question sets, as `ragcache eval --data-dir` takes
-    sets:       as --data of `ragcache eval`; questions: of each set
-    methods:    A,B:option=value; every one where none is named
-    minutes:    begin no question after these; 0: report the journal
-    context:    tokens of prompt and answer, at most
-    neighbours: of each passage, for methods with neighbours=N
-    seed:       of the choice of questions
+    data:       directory of question sets, as for `ragcache eval --data-dir`
+    sets:       as for `ragcache eval --data`; questions: number of questions of each set
+    methods:    A,B:option=value; all methods if none is named
+    minutes:    begin no question after this time; 0: only report the journal
+    context:    most tokens of prompt and answer
+    neighbours: neighbours of each passage, for methods with neighbours=N
+    seed:       seed of the choice of questions
     """
 
     model: str
@@ -143,7 +143,7 @@ def fitted(case: Case, lm: rc.LanguageModel, form: PromptFormat, context: int) -
 def questions_of(
     sources: Sequence[str], directory: Path | None, runner: Runner, context: int, count: int, seed: int
 ) -> dict[str, list[Case]]:
-    """By set, the first `count` questions that fit."""
+    """Return, by set, the first `count` questions that fit into `context` tokens."""
     found = {}
     for source in sources:
         cases = (fitted(case, runner.lm, runner.form, context) for case in choose(source, directory, seed))
@@ -201,7 +201,7 @@ def in_turn(questions: dict[str, list[Case]]) -> Iterator[Case]:
 def read_questions(
     runner: Runner, cases: Sequence[Case], specs: Sequence[MethodSpec], journal: Journal, minutes: float
 ) -> int:
-    """Read questions until all are read or the time is up; returns how many were."""
+    """Run the methods on the questions until the time is up; return the number of questions that were read."""
     until = time.monotonic() + 60 * minutes
     for done, case in enumerate(cases):
         if time.monotonic() >= until:

@@ -1,8 +1,8 @@
-"""What the scores of `benchmarks.answers` say: a row a method, over each set and over all of them, and which are safe.
+"""Report on the scores of `benchmarks.answers`: a row per method, over each set and over all, and the safe methods.
 
-Intervals are 95 %, by the bootstrap over questions: 2,000 draws, of each set as many questions as it has. Over all,
-sets count alike, however many questions of each were read; shares of full prefill's accuracy are ratios of these means
-over the questions that both read.
+Intervals are 95 %, by the bootstrap over questions: 2,000 draws, each with as many questions of a set as the set has.
+Over all sets, each set counts alike, however many of its questions were read. Shares of full prefill's accuracy are
+ratios of these means over the questions that both methods read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ragcache_eval.runner import NO_PASSAGES
 MOST_KL = 0.2
 LEAST_RELATIVE = 0.95
 FEWEST_QUESTIONS = 20
-"""What a method has to keep to, over at least so many questions, to be called safe."""
+"""Limits that a method has to keep, over at least FEWEST_QUESTIONS questions, to be called safe."""
 ALL = "all"
 
 Numbers = NDArray[np.float64]
@@ -38,12 +38,14 @@ Interval = tuple[float, float, float]
 class Row:
     """A method over the questions of a set, or of all sets.
 
-    accuracy: the normalised answer contains a gold answer; f1: of words; kl: along full prefill's own answer, nats per
-              token; same_answer: as full prefill's
-    relative: accuracy over full prefill's on the same questions; None if full prefill answers none
-    computed_share, kept_share: of the prompt's tokens, means over layers and questions
-    first_token_s, first_token: median of the seconds, and of their share of full prefill's at the same question
-    skipped:  questions that the method could not read, with the reason of the first
+    accuracy: share of answers that contain a gold answer, both normalised
+    f1:       F1 of the answers' words
+    kl:       KL from full prefill along its own answer, nats per token
+    same_answer: share of answers that equal full prefill's
+    relative: accuracy over full prefill's on the same questions; None if full prefill answers none correctly
+    computed_share, kept_share: shares of the prompt's tokens, means over layers and questions
+    first_token_s, first_token: median of the seconds, and of their ratio to full prefill's at the same question
+    skipped:  number of questions that the method could not read; skipped_because: the first one's reason
     """
 
     set: str
@@ -118,7 +120,10 @@ def figures_of(scores: Sequence[Score]) -> dict[str, Any]:
 
 
 def _rows(name: str, sets: Sequence[Mapping[str, Mapping[str, Score]]], methods: Sequence[str]) -> Iterator[Row]:
-    """Cheapest first. sets: scores by method and question, of each set that the rows are about"""
+    """Yield a row per method, full prefill and no passages first, then by cost.
+
+    sets: scores by method and question, for each set that the rows are about
+    """
     found = []
     for method in methods:
         pairs = [_pairs(of.get(method, {}), of.get(FULL, {})) for of in sets]
@@ -170,7 +175,7 @@ def interval(sets: Sequence[Sequence[float | bool]]) -> Interval:
 
 
 def ratio(sets: Sequence[Sequence[tuple[float, float]]]) -> Interval | None:
-    """Ratio of the first column's mean to the second's, drawn in pairs; None where the second is 0."""
+    """Return the ratio of the columns' means with its interval, drawn in pairs; None if the second mean is 0."""
     columns = [np.asarray(values, dtype=np.float64) for values in sets]
     means, drawn = _means(columns), _drawn(columns)
     if not means[0, 1]:
@@ -180,12 +185,12 @@ def ratio(sets: Sequence[Sequence[tuple[float, float]]]) -> Interval | None:
 
 
 def _means(sets: Sequence[Numbers]) -> Numbers:
-    """[1, columns]"""
+    """Return the mean of the sets' means, [1, columns]. sets: [questions, columns] each"""
     return np.mean([values.mean(0) for values in sets], axis=0, keepdims=True)  # type: ignore[no-any-return]
 
 
 def _drawn(sets: Sequence[Numbers]) -> Numbers:
-    """[RESAMPLES, columns]: `_means` of questions drawn from each set; the same for the same values."""
+    """Return `_means` of questions drawn from each set, [RESAMPLES, columns]; the same for the same values."""
     rng = np.random.default_rng(0)
     means = [values[rng.integers(0, len(values), size=(RESAMPLES, len(values)))].mean(1) for values in sets]
     return np.mean(means, axis=0)  # type: ignore[no-any-return]
@@ -291,7 +296,7 @@ HEADS = (
 
 
 def table(rows: Sequence[Row], asked: int) -> Iterator[str]:
-    """Yield the table's lines. asked: questions of each set; a row that rests on fewer says so."""
+    """Yield the table's lines. asked: questions of each set; a row over fewer questions says so"""
     yield "| " + " | ".join(HEADS) + " |"
     yield "|" + "---|" * len(HEADS)
     for row in rows:

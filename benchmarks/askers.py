@@ -2,9 +2,9 @@
 
     python -m benchmarks askers --set askers=8
 
-Whole questions through the engine: retrieval, blocks out of the memory tier, fused prefill, decoding. Every asker asks
-its next question as soon as it has its answer; the first ones start one after another. All ways answer the same
-questions, and what they answer is compared.
+Whole questions through the engine: retrieval, blocks from the memory tier, fused prefill, decoding. Every asker asks
+its next question as soon as it has an answer; askers start one after another. All three ways answer the same questions,
+and their answers are compared.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ STAGGER = 0.5  # share of an answer's time, between the starts of two askers
 
 @dataclass(frozen=True)
 class Settings(ModelSettings):
-    """passages: that a question reads, each of `tokens`. documents: that they come from. answer: tokens of one.
-    embedder: see `load_named`"""
+    """passages: passages that a question reads, of `tokens` tokens each. documents: number of documents in the store.
+    answer: tokens of an answer. embedder: see `load_named`"""
 
     benchmark: ClassVar[str] = "askers"
 
@@ -71,7 +71,7 @@ class Settings(ModelSettings):
 
 
 class Served(NamedTuple):
-    """Answers to all questions, in the questions' order, and how long that took."""
+    """Answers to all questions, in the questions' order, and the seconds until the last answer."""
 
     answers: list[Answer]
     seconds: float
@@ -97,10 +97,9 @@ class Asking:
         self._stagger_s = 0.0
 
     def warm_up(self) -> None:
-        """Bring every block to memory, and measure the time of a question.
+        """Bring all blocks to memory, and measure the time of a question to spread the askers' starts.
 
-        Starts are spread over about the time that an answer takes among this many askers: askers that started together
-        would end together, and ask together again, as long as all answers have the same length.
+        All answers have the same length, so askers that started together would end and ask together again and again.
         """
         for question in self._questions:
             self._kb.ask(question, self._settings.passages, sampling=Sampling(max_tokens=1))
@@ -136,7 +135,7 @@ class Asking:
         return self._kb.ask(question, self._settings.passages, sampling=self._sampling)
 
     def _serve(self, askers: int) -> Served:
-        """Let every asker take the next free question."""
+        """Answer all questions by this many askers; each takes the next question that is left."""
         answers: dict[int, Answer] = {}
         left: Iterator[tuple[int, str]] = iter(enumerate(self._questions))
         lock = threading.Lock()
@@ -167,7 +166,7 @@ def _since(before: PassStats, after: PassStats) -> PassStats:
 
 
 def passages_of(lm_tokenizer: object, settings: Settings) -> list[Document]:
-    """English of so many tokens each, cut from the help topics."""
+    """Return documents of `settings.tokens` tokens of English each, cut from Python's help topics."""
     whole = documents(lm_tokenizer, settings.documents * settings.tokens * 2)  # type: ignore[arg-type]
     ids = [token for one in whole for token in lm_tokenizer(one.text, add_special_tokens=False)["input_ids"]]  # type: ignore[operator]
     starts = range(0, settings.documents * settings.tokens, settings.tokens)
@@ -178,7 +177,7 @@ def passages_of(lm_tokenizer: object, settings: Settings) -> list[Document]:
 
 
 def questions_of(passages: Sequence[Document], settings: Settings) -> list[str]:
-    """Return questions, each about some words of a passage, so that different passages are found."""
+    """Return questions, each with some words of another passage, so that different passages are found."""
     random = np.random.default_rng(settings.seed)
     found = []
     for number in range(settings.questions):

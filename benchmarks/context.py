@@ -1,9 +1,9 @@
-"""How much of changing prompts is found, beside prefix caching alone: `python -m benchmarks context`.
+"""Share of changing prompts that is found in KV, against prefix caching alone: `python -m benchmarks context`.
 
-A scripted day over a store that was given no document. Chats as Open WebUI sends them: the time and the user's
-memories in the system message, and sources in tags, in the order of their relevance. A research agent: a status line
-that changes with every step, results of tools of which the oldest are dropped and the next shortened. Each request is
-asked in one store that learns passages from prompts and in another that has prefix caching alone.
+A scripted day over a store without documents. Chats are written as Open WebUI sends them: the time and the user's
+memories are in the system message, and sources are in tags, in the order of their relevance. A research agent's prompts
+have a status line that changes with every step, and results of tools, of which the oldest are dropped and the next are
+shortened. Each request goes to a store that learns passages from prompts, and to a store with prefix caching alone.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from ragcache_demo.bag_of_words import BagOfWords
 Messages = list[dict[str, Any]]
 CHATS, AGENT = "chats", "research agent"
 SMOOTH = 5
-"""Earlier requests that a point of the picture shows the mean share of, beside its own."""
+"""A point of the picture is the mean share over its request and this many earlier requests."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """model: bundled name or directory; documents of so many characters, so many of them in a prompt"""
+    """model: bundled name or directory; documents: number of documents, of `characters` characters each, `in_prompt` of
+    them in a prompt; chats, steps: number of requests of the chats and of the agent"""
 
     model: str = "mini"
     documents: int = 8
@@ -65,7 +66,7 @@ def research(settings: Settings, pages: Sequence[str], chance: random.Random) ->
 
 
 def counts(lm: LanguageModel, run: Run, day: Sequence[tuple[str, Messages]], way: Any) -> list[tuple[int, int]]:
-    """Return the prompt's tokens and the tokens found of each request."""
+    """Return, for each request, the prompt's tokens and the tokens found. way: see `StoreConfig.learn`"""
     found, config = list[tuple[int, int]](), rc.StoreConfig(learn=way, load="always")
     root = run.workdir / way
     with rc.RagCache.open(root, model=lm, embedder=BagOfWords(), method="reposition", store=config) as kb:

@@ -1,8 +1,8 @@
-"""Decoding behind a long context, against transformers' generate over the same KV.
+"""Decoding after a long context, against transformers' generate over the same KV.
 
     python -m benchmarks decode --set context=5000 --set tokens=32
 
-Both start from a cache that holds the context, so that only decoding is timed: every token is one forward pass.
+Both start from a cache that holds the context, so that only decoding is timed: a forward pass per token.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ THEIRS = "transformers: generate"
 
 @dataclass(frozen=True)
 class Settings(ModelSettings):
-    """context: tokens that are there when decoding starts. tokens: that are decoded."""
+    """context: tokens in the cache when decoding starts. tokens: number of tokens that are decoded."""
 
     benchmark: ClassVar[str] = "decode"
 
@@ -44,7 +44,7 @@ class Settings(ModelSettings):
 class Decoding:
     """Two decoders over the same context. Each run returns its median step as an additional sample.
 
-    A step is the time from a token to the next; the first token of a run, which pays for setting up, is left out.
+    A step is the time from a token to the next. The first token of a run is left out, as it includes the set-up.
     """
 
     def __init__(self, built: Built, context: int, count: int, seed: int) -> None:
@@ -62,7 +62,7 @@ class Decoding:
         truncate(self._cache, len(self._ids))
 
     def ours(self) -> dict[str, float]:
-        """Decode. The first token comes from the prompt's logits without a pass, so another token is decoded."""
+        """Decode by ragcache. The first token comes from the prompt's logits without a pass, so one more is decoded."""
         started = time.perf_counter()
         steps = decode(self._lm, self._cache, self._logits, len(self._ids), Sampling(max_tokens=self._count + 1))
         tokens, stamps = [], []

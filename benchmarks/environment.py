@@ -1,4 +1,4 @@
-"""What a measurement was taken on, and by which command."""
+"""The machine and software that a measurement was taken on, and its command."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ NOT_CODE = (":(exclude)benchmarks/results", ":(exclude,glob)**/*.md")
 
 @dataclass(frozen=True)
 class Environment:
-    """load_1min: the machine's load average at the start, before the benchmark; near 0 on a quiet machine.
+    """The environment of a run.
 
-    clean: whether the code is the commit's; results and pages, which benchmarks write, may differ
+    load_1min: the machine's load average before the benchmark; near 0 on a quiet machine
+    clean:     whether the code is the commit's; results and pages, which benchmarks write, may differ
     """
 
     cpu: str
@@ -41,12 +42,12 @@ class Environment:
 
 
 def load_average() -> float:
-    """Over the last minute."""
+    """Return the load average over the last minute."""
     return round(os.getloadavg()[0], 2)
 
 
 def settle(most: float, patience_s: float) -> bool:
-    """Wait until the load average is at most this; False where it still is above when patience is at its end."""
+    """Wait until the load average is at most `most`. Return False if it is still higher after `patience_s` seconds."""
     until = time.monotonic() + patience_s
     while load_average() > most:
         if time.monotonic() > until:

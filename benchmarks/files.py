@@ -1,4 +1,4 @@
-"""Page cache and file systems: what "from disk" means."""
+"""Page cache and file systems, which decide the meaning of "from disk"."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""What a CUDA card does with this tree, in one run of ten minutes: laws, first token, methods, decoding, and the rest.
+"""Checks of this tree on a CUDA card in ten minutes: laws, first token, methods, decoding, and the rest.
 
     scripts/gpu                                   # or python -m benchmarks gpu
     scripts/gpu --model DIR --data DIR            # with real answers, and training
     scripts/gpu --wheels DIR                      # without a network
     scripts/gpu --vllm PYTHON                     # and blocks inside vLLM; "auto" looks for a Python that has it
 
-Every stage is a process with a time limit of its own and leaves its files in `--out`. A run that was broken off goes on
-where it stopped: stages that are done are not run again (`--again` runs all). `gpu.json` and `gpu.md` are written anew
-after each stage, so that what is there counts whenever the machine goes away.
+Every stage is a process with its own time limit, and leaves its files in `--out`. An interrupted run goes on where it
+stopped: stages that are done are not run again (`--again` runs all). `gpu.json` and `gpu.md` are written after each
+stage, so the results so far remain if the machine is taken away.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.shapes import GRAPH_MEMORY
 
 ROOT = Path(__file__).parents[1]
 TAIL = 2000  # characters of a stage's output that are kept
-# File of a stage, ratio in it, name in the table, goal on an H100.
+# By row: prefix of a stage's file, ratio in the file, name in the table, goal on an H100.
 ROWS = (
     ("ttft", "floor / transformers: full prefill", "floor / full prefill", 0.076),
     ("ttft", "reposition: device memory / transformers: full prefill", "device memory / full prefill", 0.10),
@@ -46,8 +46,8 @@ NO_GRAPHS = {GRAPH_MEMORY: "0"}
 @dataclass(frozen=True)
 class Settings:
     """model, data: a real model and question sets, for answers; rows: training rows, for training
-    vllm:    a Python that has vLLM, or "auto"; minutes: of the whole run
-    again:   run stages that are done, too; quick: few tokens and rounds, to see that it runs
+    vllm:    a Python that has vLLM, or "auto"; minutes: limit of the whole run
+    again:   also run stages that are done; quick: few tokens and rounds, to try the command
     """
 
     device: str = "cuda"
@@ -66,8 +66,10 @@ class Settings:
 class Stage:
     """A stage of the run.
 
-    command: run in the tree's root. limit_s: it is ended then, and its output so far counts. environment: added.
-    skipped: why it is not run; empty: it runs
+    command:     is run in the tree's root
+    limit_s:     seconds after which the stage is ended; its output so far is kept
+    environment: variables that are added
+    skipped:     reason not to run the stage; "": it is run
     """
 
     name: str
@@ -79,7 +81,7 @@ class Stage:
 
 @dataclass
 class Outcome:
-    """status: done, failed, out of time or skipped. tail: of its output"""
+    """The outcome of a stage. status: done, failed, out of time or skipped. tail: end of its output"""
 
     status: str
     seconds: float
@@ -88,7 +90,7 @@ class Outcome:
 
 
 def stages(given: Settings, out: Path) -> Iterator[Stage]:
-    """Yield the stages, the most wanted first."""
+    """Yield the stages, the most important first."""
     python = [sys.executable, "-m"]
     shape = ["--shape", given.shape, "--dtype", given.dtype, "--device", given.device]
     small = given.quick
@@ -131,9 +133,9 @@ def stages(given: Settings, out: Path) -> Iterator[Stage]:
 
 
 def vllm_python(named: str, device: str) -> tuple[str, str]:
-    """Return a Python with vLLM, and the reason if it is unsuitable.
+    """Return a Python with vLLM, and "" or the reason why that Python is unsuitable.
 
-    With "auto" it is this Python, or that of scripts/peers-environment.
+    named: path of the Python; "auto": this Python if it has vLLM, or else the Python of scripts/peers-environment
     """
     made = ROOT / ".peers" / "vllm" / "bin" / "python"
     python = named if named != "auto" else (sys.executable if find_spec("vllm") else str(made))
@@ -148,7 +150,7 @@ def vllm_python(named: str, device: str) -> tuple[str, str]:
 
 
 def measure(settings: Settings, run: Run) -> Iterator[Result]:
-    """Yield the known results after each stage."""
+    """Yield a result after each stage, with the outcomes of all stages so far."""
     known = {} if settings.again else _read(run.out / f"{run.name}.json")
     every = list(stages(settings, run.out))
     for _ in run_stages(every, known, settings.minutes):
@@ -156,7 +158,7 @@ def measure(settings: Settings, run: Run) -> Iterator[Result]:
 
 
 def run_stages(every: Sequence[Stage], known: dict[str, Outcome], minutes: float) -> Iterator[None]:
-    """Run the stages that `known` does not have as done, and put each outcome there."""
+    """Run the stages that are not done in `known`, and put their outcomes into it. Yields after each stage."""
     end = time.monotonic() + 60 * minutes
     for stage in every:
         left = end - time.monotonic()
@@ -192,7 +194,7 @@ def _read(path: Path) -> dict[str, Outcome]:
 
 
 def figures_of(out: Path, outcomes: dict[str, Outcome], names: Sequence[str]) -> dict[str, Any]:
-    """Return the stages' outcomes, None for those that were not run, and the ratios that their files hold."""
+    """Return the outcomes of the stages that were run, and the ratios in their files. names: of all stages"""
     folders = (out, out / "no-graphs", out / "plain")
     return {
         "driver": _driver(),

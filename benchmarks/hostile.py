@@ -1,10 +1,10 @@
-"""Attacks on a server on loopback: the effect of each before its defence was built, and now.
+"""Attacks on a server on loopback: the effect of each attack before there was a defence, and now.
 
     python -m benchmarks hostile
     python -m benchmarks hostile --set seconds=60 --set crowd=100
 
-The server is `ragcache serve` in a process of its own, with two API keys and default limits. The figures of `BEFORE`
-are those of commit ba45c45c. All attacks together take about two minutes, and open 1,200 connections at once at most.
+The server is a separate process, `ragcache serve` with two API keys and default limits. The figures in `BEFORE` were
+measured at commit ba45c45c. All attacks together take about two minutes, and open at most 1,200 connections at once.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ LIMITS = (100, 1_000_000, 0, 0.2, 3, 0, 10, 2, 100, 0)
 
 @dataclass(frozen=True)
 class Settings:
-    """seconds: of the half headers. crowd: questions of one key at once. halves, open: connections of an attack
+    """seconds: duration of the attack by half headers. crowd: questions of a single key at once. halves, open:
+    connections of the attacks by half headers and by half-open connections
 
     rounds: pairs of questions, by a key and without keys
     """
@@ -117,7 +118,7 @@ def bearer(key: str) -> dict[str, str]:
 def probing(server: Server, times: list[float]) -> Iterator[None]:
     """Ask /healthz every 20 ms on a new connection, and append the milliseconds of each answer; 10,000 for none.
 
-    It asks by a bare socket: an HTTP client takes longer to make than the server takes to answer.
+    It asks by a bare socket, because making an HTTP client takes longer than the server takes to answer.
     """
     over = threading.Event()
     request = f"GET /healthz HTTP/1.1\r\nHost: {server.address[0]}\r\nConnection: close\r\n\r\n".encode()
@@ -180,7 +181,10 @@ def is_open(client: socket.socket) -> bool:
 
 
 def half_headers(server: Server, settings: Settings) -> tuple[float, int]:
-    """Keep `halves` connections with half a header open, each made again when it is closed."""
+    """Keep `halves` connections with half a header open, and replace each that the server closes.
+
+    Returns the p99 of /healthz in milliseconds, and the bytes that the server's log has grown by.
+    """
     before, times = server.log.stat().st_size, list[float]()
     until = time.monotonic() + settings.seconds
     with ExitStack() as stack, probing(server, times):
@@ -264,7 +268,7 @@ def schema(server: Server) -> float:
 
 
 def by_key(folder: Path, rounds: int) -> Ratio:
-    """Return the processor time to the first token by a key of one collection, as a share of that without keys."""
+    """Return the processor time to the first token by a key of a single collection, over the time without keys."""
     with rc.RagCache.open(folder, method="reposition") as kb:
         kb.ingest(
             rc.Document(f"d{rank}", f"The club {rank} meets in the old mill at noon. " * 30) for rank in range(30)
@@ -320,7 +324,7 @@ def measure(settings: Settings, run: Run) -> Result:
     print("| attack | before | after |\n|---|---|---|")
     for attack, measured in rows.items():
         print(f"| {attack} | {BEFORE[attack]} | {measured:.4g} |")
-    # Where other work takes the processors, a quiet server takes longer too.
+    # If other work takes the processors, the server answers more slowly without an attack, too.
     bounds = [max(most, 2 * alone) if "p99" in attack else most for attack, most in zip(BEFORE, LIMITS, strict=True)]
     goals = [Goal(attack, "at most", most, rows[attack], True) for attack, most in zip(BEFORE, bounds, strict=True)]
     # Processor time does not depend on the load, so the goal has no pairs.

@@ -2,8 +2,8 @@
 
     python -m benchmarks ingest --set tokens=10000
 
-Ingestion is all of it: chunking, embedding, KV precompute, blocks flushed to disk, SQL, index. The baseline only runs
-the model: right-padded batches of as many chunks of like length, keys and values thrown away.
+Ingestion is complete: chunking, embedding, KV precomputation, blocks flushed to disk, SQL, index. The baseline only
+runs the model over right-padded batches of chunks of similar length, and drops keys and values.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ DECODER = "transformers: decoder alone"  # no head, no padding mask, no cache
 
 @dataclass(frozen=True)
 class Settings(ModelSettings):
-    """tokens: of all documents. chunk_tokens: most in a chunk. batch_tokens: that run together, padding included.
-    embedder: see `load_named`"""
+    """tokens: tokens of all documents. chunk_tokens: most tokens of a chunk. batch_tokens: tokens that run together,
+    padding included. embedder: see `load_named`"""
 
     benchmark: ClassVar[str] = "ingest"
 
@@ -49,7 +49,7 @@ class Settings(ModelSettings):
 
 
 class Ingestion:
-    """The same documents into an empty store, again and again."""
+    """Repeated ingestion of the same documents into an empty store."""
 
     def __init__(self, built: Built, embedder: Embedder, settings: Settings, root: Path) -> None:
         self._lm, self._plain = built
@@ -77,8 +77,8 @@ class Ingestion:
         plain.read_chunks(self._plain, self.chunks, max(1, self._batch_tokens // max(map(len, self.chunks))))
 
     def _open(self) -> RagCache:
-        # The store is opened inside the clock: it takes milliseconds, since the models are loaded already. Passages
-        # are read alone, as the decoder reads them: in company, the default, the model reads three times the tokens.
+        # Opening the store is timed too: it takes milliseconds, since the models are loaded already. Passages are read
+        # alone, as the decoder reads them: in company, the default, the model reads three times the tokens.
         return RagCache.open(
             self._root,
             model=self._lm,
@@ -89,7 +89,7 @@ class Ingestion:
         )
 
     def _stored(self) -> tuple[list[list[int]], int]:
-        """Token ids of all chunks as ingestion cut them, and bytes of their blocks on disk."""
+        """Return the token ids of all chunks as ingestion cut them, and the bytes of their blocks on disk."""
         with self._open() as kb:
             store = kb.store.documents
             ids = [list(chunk.token_ids) for document in store.documents() for chunk in store.chunks_of(document.id)]

@@ -1,4 +1,4 @@
-"""The journal of a run: each figure is on disk before the next is measured, so that a run that was killed goes on."""
+"""The journal of a run: each figure is on disk before the next is measured, so that a killed run can be continued."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ragcache.errors import ConfigError, translate_os_errors
 
 
 def read_lines(path: Path) -> list[Any]:
-    """Return the values of a file of JSON lines, without a line that a kill cut short; none if there is no file.
+    """Return the values of a file of JSON lines, without a last line that was cut short; [] if there is no file.
 
     Raises ConfigError naming the line that is not JSON.
     """
@@ -81,7 +81,7 @@ class Journal:
         return self.done[key]
 
     def environment(self) -> Environment:
-        """Return the environment of this run, with the highest load of all runs of the journal; clean if all were."""
+        """Return this run's environment, with the highest load of the journal's runs, and clean only if all were."""
         return worst_of(self._environment, self.runs.all())
 
     def remove(self) -> None:

@@ -2,10 +2,10 @@
 
 python -m benchmarks llamacpp --model model.gguf
 
-Passages were read before, each question has them in another order. All processes run the same build of llama.cpp with
-the same context and threads; while one answers, the others are stopped. Rounds are pairs: every question goes to all.
-llama.cpp alone runs twice, with and without flash attention, since the one reads prompts faster on a CPU and the other
-decodes faster. Each of its figures is the better of the two.
+The passages were read beforehand, and each question has them in another order. All processes run the same build of
+llama.cpp with the same context and threads; while one answers, the others are stopped. Every question goes to all of
+them, so figures are compared in pairs. llama.cpp alone runs in two processes, with flash attention, which reads prompts
+faster on a CPU, and without it, which decodes faster; the better of both counts for each figure.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ class Settings:
     """passages x tokens of context, then suffix tokens; answer: tokens decoded
 
     model:  a GGUF file
-    pairs:  questions to both; bursts: of so many askers at the same moment, after the single questions
-    kv_mib: of each process's cache in memory
+    pairs:  number of single questions
+    bursts: number of bursts after them, each of `askers` questions at the same moment
+    kv_mib: size of each process's cache in memory
     """
 
     model: Path = Path("model.gguf")

@@ -1,4 +1,4 @@
-"""What every fusion method costs: time against full prefill, tokens computed, tokens kept.
+"""Costs of every fusion method: time against full prefill, tokens computed, tokens kept.
 
 python -m benchmarks methods
 python -m benchmarks methods --set shape=Llama-3.1-8B --set dtype=bfloat16 --set device=cuda
@@ -29,13 +29,13 @@ from ragcache.kv.block_key import Recipe
 LINK_TOKENS = 5
 FULL = "transformers: full prefill"
 FLOOR, LINK_FLOOR = "floor: suffix over KV in place", "floor: links and suffix over KV in place"
-LONG_SHARE = 0.1  # a method that runs more of the tokens takes long: it runs in a few of the rounds only
+LONG_SHARE = 0.1  # a method that computes a larger share takes long, so it runs in a few of the rounds only
 
 
 @dataclass(frozen=True)
 class Settings(ModelSettings):
-    """passages x tokens of context, then suffix tokens. rounds: of short variants; long_rounds: of full prefill and of
-    methods that run many tokens."""
+    """passages x tokens of context, then suffix tokens. rounds: rounds of short variants; long_rounds: rounds of full
+    prefill and of methods that compute many tokens."""
 
     benchmark: ClassVar[str] = "methods"
 
@@ -51,14 +51,14 @@ class Settings(ModelSettings):
 
 
 def link_ids(settings: Settings, vocab_size: int) -> list[list[int]]:
-    """Return link tokens after each passage: any ids will do, the work is the same."""
+    """Return random ids as the link tokens after each passage: the time does not depend on the ids."""
     generator = torch.Generator().manual_seed(settings.seed + 1)
     drawn: list[list[int]] = torch.randint(vocab_size, (settings.passages, LINK_TOKENS), generator=generator).tolist()
     return drawn
 
 
 def chosen_methods(links: Sequence[Sequence[int]]) -> dict[str, FusionMethod]:
-    """Return every method by its row, with the options that the goals apply to; else with its default options."""
+    """Return all methods by row, with the options that goals are about, or else with default options."""
     options: dict[str, list[tuple[str, dict[str, Any]]]] = {
         "link": [(f"link, {LINK_TOKENS} tokens", {"link_ids": links})],
         "markers": [("markers", {"doc_start_id": 1, "doc_end_id": 2})],
@@ -107,7 +107,7 @@ class Bench:
         return self.lm.run(ids, self._link_positions, self._link_context, ordered=False)
 
     def link_floor(self) -> int:
-        """Link tokens and suffix: `link` cannot be faster."""
+        """Run link tokens and suffix alone: `link` cannot be faster."""
         return int(self.link_floor_logits().argmax())
 
     def plain_full(self) -> int:
@@ -121,8 +121,7 @@ class Bench:
 
 
 def agreement(bench: Bench) -> dict[str, float]:
-    """Return each method's distance from plain transformers, if it must equal full prefill, and the link floor's from
-    `link`.
+    """Return distances: from plain transformers for methods that must equal full prefill, from `link` for its floor.
 
     Raises RagCacheError if a distance is too large.
     """
@@ -135,7 +134,7 @@ def agreement(bench: Bench) -> dict[str, float]:
 
 
 def token_counts(bench: Bench) -> dict[str, dict[str, float]]:
-    """Return by row: tokens computed and kept, and their shares of the tokens read; means over the layers."""
+    """Return, by row, the tokens computed and kept, and their shares of the prompt's tokens; means over the layers."""
     found = {}
     for row, method in bench.methods.items():
         fused = bench.fuse(method)

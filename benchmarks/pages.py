@@ -1,7 +1,7 @@
-"""Tables of docs/methods.md, results/methods.md and results/README.md out of the results: `python -m benchmarks.pages`.
+"""Write the tables of docs/methods.md, results/methods.md and results/README.md: `python -m benchmarks.pages`.
 
-Sections are the lines from <!-- NAME: begin --> to <!-- NAME: end -->. `methods` comes from the code, `costs` from
-results/methods-*.json, `public` from results/eval/MODEL/*.json (`ragcache eval`), `peers` from results/peers.json,
+A table is the section between <!-- NAME: begin --> and <!-- NAME: end -->. `methods` is made from the code, `costs`
+from results/methods-*.json, `public` from results/eval/MODEL/*.json (`ragcache eval`), `peers` from results/peers.json,
 `answers` from results/answers-*.json, and `timed` from the goals of all results. A table without results says so.
 """
 
@@ -54,7 +54,7 @@ def cost_lines(results: Path) -> list[str]:
 
 
 def _cost_table(found: dict[str, Any]) -> Iterator[str]:
-    """Median time, its ratio to full prefill in the same rounds, tokens computed and kept."""
+    """Yield a row per method: median time, its ratio to full prefill in the same rounds, tokens computed and kept."""
     settings = found["settings"]
     sizes = f"{settings['passages']} x {settings['tokens']} tokens, suffix {settings['suffix']}"
     yield f"{settings['shape']} shape, {settings['dtype']}, {settings['device']}, {sizes}:"
@@ -71,14 +71,14 @@ def _cost_table(found: dict[str, Any]) -> Iterator[str]:
 
 
 def public_lines(results: Path) -> list[str]:
-    """Return a table for each model that `ragcache eval` read the public sets with."""
+    """Return a table for each model that `ragcache eval` measured on the public sets."""
     found = [_public_table(directory) for directory in sorted((results / "eval").glob("*")) if directory.is_dir()]
     lines = [line for table in found for line in (*table, "")]
     return lines[:-1] if lines else ["Not measured: run `ragcache eval`."]
 
 
 def _public_table(directory: Path) -> Iterator[str]:
-    """By set: the answers of full prefill, and how far each method is from it along the reference answer."""
+    """Yield a row per set: full prefill's accuracy, and each method's distance from it along the reference answer."""
     sets = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(directory.glob("*.json"))]
     rows = [{row["method"]: row for row in one["rows"] if not row["cell"]} for one in sets]
     methods = [name for name in rows[0] if name not in {"no passages", "full"}]

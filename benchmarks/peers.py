@@ -1,12 +1,12 @@
-"""ragcache beside what users would pick instead: transformers, vLLM on the CPU, llama.cpp.
+"""ragcache beside its alternatives: transformers, vLLM on the CPU, llama.cpp.
 
 scripts/peers-environment                 # once: environments of vLLM and llama.cpp
 python -m benchmarks peers --peers ragcache transformers vllm llamacpp --set rounds=3
 
-The same random weights, saved once and loaded by all; the same prompts, as token ids; the same number of threads. Every
-peer is a process of its own; one question goes to all peers in turn, each question beginning with another peer, and
-while one answers the others are stopped. A peer that cannot run is reported with the reason. `python -m
-benchmarks.pages` takes the tables into results/README.md.
+All peers load the same random weights, and get the same prompts as token ids and the same number of threads. Every peer
+is a separate process. Each question goes to all peers in turn, beginning with another peer each time, and while a peer
+answers the others are stopped. A peer that cannot run is reported with the reason. `python -m benchmarks.pages` copies
+the tables to results/README.md.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ STREAMS = ("zipf", "conversations", "askers")
 class Settings:
     """passages x tokens of context, then suffix tokens; answer: tokens decoded
 
-    peers, dtypes: the first dtype is asked everything, others `new`, `again` and `random` only
-    more:     streams of the first dtype beyond these
-    rounds:   of new and again; questions: of random and zipf; conversations x turns
-    slow_rounds: of each, for peers that take 10 s a prompt and decide no goal
-    pool:     passages known beforehand; zipf: exponent
-    askers:   that ask at the same moment, in so many bursts
-    kv_mib:   of each peer's cache
+    dtypes:   the first dtype gets all streams, others `new`, `again` and `random` only
+    more:     further streams of the first dtype
+    rounds:   rounds of new and again; questions: questions of random and zipf; conversations x turns
+    slow_rounds: rounds of each stream for peers that take 10 s per prompt and decide no goal
+    pool:     passages known beforehand; zipf: exponent of their popularity
+    askers:   questions at the same moment, in each of `bursts` bursts
+    kv_mib:   size of each peer's cache
     environments: the directory that scripts/peers-environment made
     """
 
@@ -81,10 +81,10 @@ class Settings:
 
 
 def ask_everything(table: Table, settings: Settings, streams: Streams, more: Sequence[str]) -> None:
-    """Put the questions of all streams that every dtype gets, then those of `more`.
+    """Ask the questions of the streams that every dtype gets, then those of `more`.
 
-    For a row with nothing to keep between questions a single stream is enough: transformers, and `full` over passages
-    that were not requested in this order, only get `new`.
+    Rows that can keep nothing between questions are asked in the stream `new` only: transformers in all others, and
+    `full` over passages in an order that was not requested before.
     """
     table.warm_up()
     table.read_pool()
@@ -139,14 +139,14 @@ def run_dtype(settings: Settings, dtype: str, more: Sequence[str], workdir: Path
 
 
 def longest(settings: Settings) -> int:
-    """Return the tokens of the longest prompt with its answer, rounded up to the granularity of caches."""
+    """Return the tokens of the longest prompt with its answer, rounded up to a multiple of 256."""
     turns = settings.turns * (settings.suffix + SCRIPTED_ANSWER_TOKENS)
     tokens = settings.passages * settings.tokens + turns + settings.answer
     return -(-tokens // 256) * 256
 
 
 def measure(settings: Settings, run: Surroundings) -> Iterator[Result]:
-    """Yield a result after each dtype: a run takes more than an hour."""
+    """Yield a result after each dtype, because a run takes more than an hour."""
     theft = Theft()
     write_checkpoint(run.workdir / "model", settings.shape, settings.seed, sharp=True)
     streams = Streams(sizes_of(settings))
@@ -173,18 +173,19 @@ def sizes_of(settings: Settings) -> Sizes:
 
 
 def timings_of(run: Run) -> Iterator[tuple[str, str, Timing]]:
-    """Yield times to first token."""
+    """Yield the stream, the row and its times to the first token."""
     for cell, rows in run.answers.items():
         for row, answers in rows.items():
             yield cell, row, Timing.of([answer.first_s for answer in answers.values()])
 
 
 def ratios_of(run: Run) -> Iterator[tuple[str, Ratio]]:
-    """Yield our time over theirs, question by question.
+    """Yield names and ratios of ragcache's rows to the other rows, question by question.
 
-    These are time to first token, and answers/s of a single asker and of bursts; and first tokens over passages that we
-    have read against theirs over new passages, and over random passages against theirs over a prompt's own prefix. Rows
-    that do not compute the same as transformers are left out.
+    Ratios are of the time to the first token, and of answers/s of a single asker and of bursts. Two more compare
+    streams: first tokens over passages that ragcache has read against the others' over new passages, and over random
+    passages against the others' over a prompt that they have read. Rows that do not compute the same as transformers
+    are left out.
     """
     firsts = {cell: {row: first_tokens(answers) for row, answers in rows.items()} for cell, rows in run.answers.items()}
     rates = {
@@ -224,7 +225,7 @@ def first_tokens(answers: Mapping[int, Answer]) -> dict[int, float]:
 
 
 def figures_of(run: Run) -> dict[str, Any]:
-    """Return cells: by stream and row, medians; together: by stream and row, askers at the same moment."""
+    """Return a dtype's figures. cells: medians by stream and row; together: the same for bursts of askers"""
     return {
         "peers": run.about,
         "not_run": run.missing,

@@ -1,4 +1,4 @@
-"""Asks the same questions of all peers that are alive, and collects what came back."""
+"""Asks all running peers the same questions, and collects their answers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ OUTSIDE = 10**6  # number of the first passage that no stream holds
 class Run:
     """All measurements under a dtype.
 
-    answers: by cell and row, by number of the question; together: by cell and row, by number of the burst of askers
-    missing: why a peer was not run, or not to the end
+    about:   versions and settings by peer
+    answers: by cell (a stream of questions), row (a peer and its variant) and number of the question
+    together: by cell, row and number of the burst of askers
+    read_s:  seconds in which a peer read the pool's passages
+    missing: reason why a peer was not run, or not to the end
     same:    by row: first tokens and all tokens of the check prompts that equal transformers', and how many there were
     """
 
@@ -46,7 +49,7 @@ class Run:
 
 
 class Asked(Protocol):
-    """What of the settings matters here."""
+    """The settings that a `Table` uses."""
 
     @property
     def suffix(self) -> int: ...
@@ -97,7 +100,7 @@ class Table:
         checks = [Question((OUTSIDE + n,), outside.suffix) for n in range(2, 5)]
         for row, name, variant in self.rows():
             self._ask(row, name, variant, [outside], 2)
-            if variant not in ("reposition", "link"):  # these compute something else by design
+            if variant not in ("reposition", "link"):  # these methods differ from full prefill by design
                 self._check(row, name, variant, checks)
         theirs = self._checked.get(REFERENCE)
         if theirs is not None:
@@ -131,7 +134,7 @@ class Table:
     def _ask(
         self, row: str, name: str, variant: str, questions: Sequence[Question], tokens: int
     ) -> list[Answer] | None:
-        if name not in self._peers:  # gave up at an earlier variant
+        if name not in self._peers:  # it failed at an earlier variant
             return None
         try:
             return self._peers[name].ask(variant, [self._streams.prompt(one) for one in questions], tokens)
@@ -146,7 +149,7 @@ class Table:
 
 
 def _same(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> dict[str, int]:
-    """Compare tokens up to the first difference; after it the prompts differ."""
+    """Return how many tokens are equal up to the first difference; after it the inputs differ."""
     pairs = list(zip(ours, theirs, strict=True))
     common = [next((n for n, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), len(x)) for x, y in pairs]
     first = sum(count > 0 for count in common)

@@ -1,4 +1,4 @@
-"""A peer is a process in an environment of its own that answers one request at a time; see peer_workers/channel.py."""
+"""Processes of peers, each in a separate environment; a peer answers a request at a time (peer_workers/channel.py)."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ class PeerError(RagCacheError):
 class PeerSpec:
     """A peer.
 
-    module: under benchmarks.peer_workers; environment: its directory's name, None for the Python that runs this
-    variants: the variants to run, first the variant that others are compared with
-    title: in the tables; the name if empty
-    slow: asked only a few times
+    module:      module in benchmarks.peer_workers
+    environment: name of its environment's directory; None: the Python that runs this
+    variants:    the variants to run, first the variant that others are compared with
+    title:       name in the tables; "": `name`
+    slow:        whether it is asked only a few questions
     """
 
     name: str
@@ -46,7 +47,7 @@ class PeerSpec:
     slow: bool = False
 
     def labels(self) -> dict[str, str]:
-        """Row names by variant."""
+        """Return the names of the rows, by variant."""
         return {variant: f"{self.title or self.name} {variant}".strip() for variant in self.variants}
 
 
@@ -76,11 +77,11 @@ def python_of(spec: PeerSpec, environments: Path) -> Path:
 
 
 class PeerProcess:
-    """A peer's process, which answers requests in turn. Its output goes to `log`. Raises PeerError whenever it fails.
+    """A peer's process, which answers requests in turn. Its stderr goes to `log`. Methods raise PeerError if it fails.
 
-    Between requests the peer is stopped, with the processes that it started: a peer that waits by spinning would take
-    time from the next. It has its own process group within this session, so that the kernel ends it, stopped or not,
-    if this process is killed.
+    Between requests the peer is stopped (SIGSTOP), with the processes that it started: a peer that waits by spinning
+    would take time from the next peer. It has a separate process group in this session, so that the kernel ends it,
+    stopped or not, if this process is killed.
     """
 
     def __init__(self, spec: PeerSpec, environments: Path, config: dict[str, Any], log: Path) -> None:
@@ -112,7 +113,7 @@ class PeerProcess:
     def replay(
         self, variant: str, prompts: Sequence[dict[str, Any]], tokens: Sequence[int], at: Sequence[float]
     ) -> list[Answer]:
-        """Put prompts to the peer `at` seconds from now each; the seconds of an answer count from then."""
+        """Send the prompts `at` seconds from now, and return the answers; their seconds count from that time."""
         request = {"do": "replay", "variant": variant, "prompts": prompts, "tokens": tokens, "at": at}
         return [Answer(**answer) for answer in self._request(request, at[-1] + ASK_TIMEOUT_S)["answers"]]
 
@@ -124,7 +125,7 @@ class PeerProcess:
     def close(self) -> None:
         self._signal(signal.SIGCONT)
         if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # a request that it never took
+            with contextlib.suppress(BrokenPipeError):  # it never read a request
                 self._process.stdin.close()
         try:
             self._process.wait(30)
@@ -176,7 +177,7 @@ class PeerProcess:
         return line
 
     def _failure(self, why: str) -> PeerError:
-        """End the process; its last output goes to stderr."""
+        """End the process, print its last output to stderr, and return the error to raise."""
         self.close()
         lines = [line for line in self._log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
         print("\n".join(lines[-LOG_LINES:]), file=sys.stderr)
@@ -191,6 +192,6 @@ def _variables(threads: int, environments: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_CACHE_ROOT": str(environments / "vllm-cache"),
-        # Its clock goes on while it is stopped, for as long as a slow peer answers eight askers.
+        # vLLM's clock goes on while it is stopped, and a slow peer may take this long to answer eight askers.
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(8 * int(ASK_TIMEOUT_S)),
     }

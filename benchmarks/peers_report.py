@@ -9,7 +9,7 @@ from benchmarks.report import goal_lines
 
 OURS, INSIDE = "ragcache reposition", "ragcache in vLLM, reposition"
 ANSWERS = "answers/s"
-# What, kind, limit; `askers` are 8.
+# Ratio, kind and limit of each goal; `askers` are 8.
 GOALS = (
     (f"bfloat16, again: {OURS} / new: vllm", "at most", 0.025),
     (f"bfloat16, again: {OURS} / vllm", "at most", 0.95),
@@ -45,7 +45,7 @@ def markdown(found: Mapping[str, Any]) -> list[str]:
 
 
 def _sizes(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the sizes. An older file has no bursts."""
+    """Yield a sentence with the sizes of the run. An older file has no bursts."""
     more = ""
     if "bursts" in settings:
         more = (
@@ -90,7 +90,7 @@ def _first_token(value: Mapping[str, Any]) -> str:
 
 
 def _compared(dtype: str, ratios: Mapping[str, Any]) -> Iterator[str]:
-    """Yield our times over theirs by stream; the last column is the comparison that the goal is about."""
+    """Yield the ratios of `reposition` to the other rows, by stream; the last column is the goal's comparison."""
     columns = [cell for cell in CELLS if any(name.startswith(f"{dtype}, {cell}: {OURS} / ") for name in ratios)]
     found = [name.partition(f": {OURS} / ") for name in ratios if name.startswith(f"{dtype}, ")]
     rows = list(
@@ -131,7 +131,7 @@ def _together(dtype: str, figures: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _verdicts(dtypes: Mapping[str, Any], ratios: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the main findings, each line from the figures."""
+    """Yield the streams and rows in which `reposition` is slower."""
     lost = [*_lost_first_tokens(ratios), *_lost_together(dtypes)]
     yield "Where `reposition` is the slower one:"
     yield ""
@@ -147,7 +147,7 @@ def _lost_first_tokens(ratios: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _lost_together(dtypes: Mapping[str, Any]) -> Iterator[str]:
-    """Yield rows for a single asker and for several; the answer's decoding counts here."""
+    """Yield lines for answers/s of a single asker and of several, in which decoding counts too."""
     for dtype, figures in dtypes.items():
         for kind, cells in (("one asker", figures["cells"]), ("several askers", figures["together"])):
             for cell, rows in cells.items():
@@ -171,7 +171,7 @@ def _goals(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _agreement(dtypes: Mapping[str, Any]) -> Iterator[str]:
-    """Agreement of the rows that should compute what transformers computes."""
+    """Yield a table of the agreement with transformers, for rows that should compute the same."""
     found = [(dtype, row, same) for dtype, figures in dtypes.items() for row, same in figures["agreement"].items()]
     if not found:
         yield "Answers were not compared with transformers', which was not run."

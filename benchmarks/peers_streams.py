@@ -1,12 +1,12 @@
-"""The questions that all peers are asked: prompts of token ids, the same for everybody.
+"""The questions for all peers: streams of prompts of token ids, the same for each peer.
 
-new, again       passages that nobody has read, then another question over the same passages in the same order
+new, again       passages that no peer has read, then another question over the same passages in the same order
 random           passages drawn evenly from a pool
-zipf             passages drawn from the pool by Zipf's law, the order as drawn
-conversation     several conversations, turn by turn in turn; the passages stay, the prompt grows by question and answer
+zipf             passages drawn from the pool by Zipf's law, in the order as drawn
+conversation     several conversations, which take turns; the passages stay, the prompt grows by question and answer
 
-The pool's passages are known beforehand, as a RAG application's are: a peer that can read them ahead of the questions
-does. Answers inside a conversation are scripted, so that its prompts do not depend on who answered.
+The pool's passages are known beforehand, as those of a RAG application are: a peer that can read passages ahead of the
+questions does so. Answers in a conversation are scripted, so that its prompts do not depend on the peer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SCRIPTED_ANSWER_TOKENS = 16
 
 @dataclass(frozen=True)
 class Question:
-    """passages: numbers of passages, in order; suffix: token ids of everything after them"""
+    """A question. passages: numbers of its passages, in order; suffix: token ids of everything after them"""
 
     passages: tuple[int, ...]
     suffix: tuple[int, ...]
@@ -28,7 +28,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Sizes:
-    """passages x tokens, then a question of `suffix` tokens; pool: passages that are known beforehand."""
+    """Sizes of prompts: passages x tokens, then a question of `suffix` tokens. pool: passages known beforehand"""
 
     passages: int
     tokens: int
@@ -58,7 +58,7 @@ class Streams:
         return Question(tuple(range(first, first + self._sizes.passages)), self._suffix("new", number))
 
     def again(self, number: int, asker: int = 0) -> Question:
-        """Another question over the passages of `new`."""
+        """Return another question over the passages of `new`."""
         return Question(self.new(number).passages, self._suffix(f"again {asker}", number))
 
     def random(self, count: int, label: str = "random") -> list[Question]:
@@ -70,7 +70,7 @@ class Streams:
         return [self._drawn("zipf", number, weights / weights.sum()) for number in range(count)]
 
     def conversations(self, count: int, turns: int) -> list[list[Question]]:
-        """Return by turn a question per conversation."""
+        """Return, for each turn, a question of each conversation."""
         starts = self.random(count, "conversation")
         return [[self._turn(start, number, turn) for number, start in enumerate(starts)] for turn in range(turns)]
 

@@ -1,4 +1,4 @@
-"""What a user of transformers alone would run: the baselines. Nothing of ragcache runs here."""
+"""The baselines: code that a user of transformers alone would run. Nothing of ragcache runs here."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def generate(
 
 @torch.inference_mode()
 def read_chunks(model: PreTrainedModel, chunks: Sequence[Sequence[int]], batch_chunks: int) -> None:
-    """Run the decoder without its head over right-padded batches, long chunks together; throw keys and values away.
+    """Run the decoder without its head over right-padded batches, long chunks together; keys and values are dropped.
 
     Causal attention needs no mask of padding on the right.
     """
@@ -89,7 +89,7 @@ def read_chunks(model: PreTrainedModel, chunks: Sequence[Sequence[int]], batch_c
 
 
 class Clock(BaseStreamer):  # type: ignore[misc]
-    """Notes when tokens arrive. The first call of `put` is the prompt's own."""
+    """A streamer that records when tokens arrive. The first call of `put` is for the prompt."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()

@@ -28,7 +28,7 @@ FIRST_TOKENS = {
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a PNG that holds nothing of the machine that drew it."""
+    """Write a PNG without metadata of the machine that drew it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, metadata={"Software": None})
 
@@ -97,7 +97,7 @@ def _points(ax: Axes, points: Sequence[tuple[Row, Interval | None]], limit: floa
 
 
 def draw_week(found: Found) -> Figure:
-    """Draw what each cache finds of the passages by its room, and what remains to be computed over the week."""
+    """Draw the share of passage tokens that each cache finds, by its room, and the share computed over the week."""
     figure = Figure(figsize=(9, 3.6), layout="constrained", facecolor="white")
     left, right = figure.subplots(1, 2)
     rooms = found["figures"]["rooms"]

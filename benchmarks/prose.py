@@ -27,7 +27,7 @@ def documents(tokenizer: PreTrainedTokenizerFast, num_tokens: int) -> list[Docum
 
 
 def train_tokenizer(texts: Iterable[str] | None = None, vocab_size: int = 16384) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of the given texts (the help topics when None): tokens per word as a real model has them."""
+    """Return a byte-level BPE tokenizer of these texts (None: the help topics), with a real model's tokens per word."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

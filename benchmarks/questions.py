@@ -1,4 +1,4 @@
-"""The phase before reading: embed the question, search, fetch the chunks' rows."""
+"""The phase before a prompt is read: embed the question, search, fetch the chunks' rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHUNKS_PER_DOCUMENT = 100
 
 
 def load_named(name: str, device: str) -> Embedder:
-    """Return the embedding model of this name; "words" needs no weights: it counts words."""
+    """Return the embedding model of this name; "words" needs no weights, as it adds up random vectors of words."""
     if name == "words":
         return BagOfWords()
     return load_embedder(name, device)

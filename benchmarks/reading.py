@@ -1,4 +1,4 @@
-"""One prompt and all the ways to read it that are timed."""
+"""A prompt, and all timed ways to read it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ragcache_papers.kvtc_fit import stand_in
 
 
 def random_prompt(vocab_size: int, passages: int, tokens: int, suffix: int, seed: int) -> Prompt:
-    """Return a prompt of tokens without a meaning: the work does not depend on it."""
+    """Return a prompt of random tokens: the time to read it does not depend on the ids."""
     generator = torch.Generator().manual_seed(seed)
     drawn: list[int] = torch.randint(vocab_size, (passages * tokens + suffix,), generator=generator).tolist()
     ends = range(tokens, passages * tokens + 1, tokens)
@@ -42,9 +42,9 @@ def truncate(cache: FusedCache, num_tokens: int) -> None:
 
 
 class Bench:
-    """Blocks of a prompt, in every place that they are read from.
+    """Blocks of a prompt, in every tier that they are read from.
 
-    Every way to read returns the first token, so that the clock stops when it is known on the host.
+    Every way to read returns the first token, so that the time ends when the token is known on the host.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Bench:
         self._in_hand = in_hand(blocks, self.lm.device)
         self._disk = self._open_store()
         self.cold_read_bytes: int | None = None
-        # The cache of the floor, made by the method that is measured against it.
+        # The floor's cache is made by the method that is compared with the floor.
         self._context = fuse(self.lm, self.prompt, "reposition", self._in_hand, reserve_tokens=0).cache
         # The cache that an earlier question over the same passages left.
         self._earlier = fuse(self.lm, self.prompt, "reposition", self._in_hand, reserve_tokens=0).share()
@@ -82,7 +82,7 @@ class Bench:
         return _blocks(read_blocks(self._loader, self._keys()))
 
     def load_disk(self) -> list[KVBlock]:
-        """Through a store whose memory tier is empty, as at the first use after a start; it fills that tier too."""
+        """Return blocks read from disk, as at the first use after a start; this fills the store's memory tier, too."""
         before = device_read_bytes()
         blocks = _blocks(read_blocks(self._disk, self._keys()))
         if before is not None:
@@ -166,7 +166,7 @@ class Bench:
         self._plain_cache = plain.filled_cache(layers)
 
     def plain_reuse_logits(self) -> Tensor:
-        """Once for every call of fill_plain_cache."""
+        """Return the logits of transformers over its own cache. Call it once for every call of `fill_plain_cache`."""
         return plain.suffix_over(self.plain, self.prompt.suffix_ids, self._plain_cache)
 
     def plain_reuse(self) -> int:
@@ -184,7 +184,7 @@ class Bench:
 
 
 def agreement(bench: Bench) -> dict[str, float]:
-    """Return how far the logits of each timed way to read are from plain transformers'. Raises RagCacheError."""
+    """Return the distance of each timed way's logits from plain transformers'. Raises RagCacheError as `checked`."""
     prompt = bench.prompt
     masked = plain.block_diagonal_prefill(bench.plain, prompt.chunk_ids, prompt.suffix_ids)
     bench.fill_plain_cache()
@@ -220,7 +220,7 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 
 
 def in_hand(blocks: Sequence[KVBlock], device: torch.device) -> list[KVBlock]:
-    """Return the blocks as a question finds them: page-locked where they have to cross to a GPU."""
+    """Return the blocks as a question finds them: in page-locked host memory if the model is on a GPU."""
     if device.type != "cuda":
         return list(blocks)
     return [

@@ -14,17 +14,17 @@ from benchmarks.timing import Ratio
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
-# Conditions of a verdict. Loads are averages over a minute: before, and after beyond the run's own threads.
+# Conditions of a verdict. Loads are averages over a minute: before the run, and after it beyond the run's own threads.
 LEAST_PAIRS = 10
 MOST_LOAD, MOST_LOAD_AFTER = 0.5, 1.0
-# The share of the processors' time that a host may give to other machines while samples are taken that cannot be
-# taken again (`timing` takes the others again).
+# Largest share of the processors' time that the host may give to other machines, for samples that are not repeated
+# (`timing` repeats its samples).
 MOST_STOLEN = 0.1
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A measured number and the limit it is compared with.
+    """A measured number, and the limit that it is compared with.
 
     kind:    "at most" or "at least"
     applies: whether the run had the sizes, shape and dtype of the goal
@@ -91,7 +91,7 @@ class Goal:
 
 
 def _doubts_of_code(hardware: Mapping[str, Any]) -> Iterator[str]:
-    """Older files name a dirty tree in the commit alone."""
+    """Yield a doubt if the code was not the commit's; older files say so only in the commit's name."""
     if not hardware.get("clean", not str(hardware["commit"]).endswith("-dirty")):
         yield "uncommitted changes"
 
@@ -107,8 +107,7 @@ class Result:
     figures:  everything else that was measured, JSON values
     load_after_1min: the machine's load average when the result was made, after the benchmark
     stolen_share: share of all processors' time that the hypervisor gave to other machines; None if samples that lost
-    much
-              were taken again
+              much time were repeated
     """
 
     name: str
@@ -193,7 +192,7 @@ def page(found: Mapping[str, Any]) -> list[str]:
 
 
 def where_line(found: Mapping[str, Any]) -> str:
-    """Return the sentence that says by which command, on what and when a result was measured."""
+    """Return a sentence with a result's command, machine and date."""
     hardware = found["hardware"]
     machine = hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} threads"
     return f"`{hardware['command']}`, {machine}, torch {hardware['torch']}, {hardware['date'][:10]}."

@@ -1,13 +1,15 @@
-"""How much of its passages' KV a prompt finds, built by ragcache or by others: `python -m benchmarks reuse`.
+"""Share of the passages' KV that a prompt finds, built by ragcache or by others: `python -m benchmarks reuse`.
 
-For each way to ask, the share of the passages' tokens whose KV was found: at the first question, at the same question
-again, at another over the same passages in another order, at a third in a third order, and at a last question after
-closing and opening the store. Some methods run a part of the found tokens once more, as `epic` does with the first
-tokens of each piece; a second table has the tokens that they leave, cached tokens. Passages that are nowhere are learnt
-from the prompts. What asks are LangChain's, LlamaIndex's, OpenAI's and Anthropic's own objects, and ragcache's. Then
-conversations: the tokens that ran beside the new turn's own, at most over all turns from the second on, in one process
-and with the store closed between the turns. Then the look-up alone, over 100,000 passages. The passages are sections of
-this repository's documentation. A run that was killed goes on with the next way.
+For each way to ask, this is the share of the passages' tokens whose KV was found: at the first question, at the same
+question again, at another question over the same passages in another order, at a third in a third order, and at a last
+question after the store was closed and opened. The ways to ask are objects of LangChain, LlamaIndex, OpenAI and
+Anthropic, and ragcache's own; passages that the store does not have are learnt from the prompts. Some methods run a
+part of the found tokens again, as `epic` does with the first tokens of each piece: a second table has the cached
+tokens.
+
+Then follow conversations: the most tokens that ran beyond a turn's own, over all turns from the second on, in a single
+process and with the store closed between turns; and the look-up alone, over 100,000 passages. The passages are sections
+of this repository's documentation. A run that was killed goes on with the next way to ask.
 """
 
 from __future__ import annotations
@@ -78,13 +80,13 @@ STUFFED = ChatPromptTemplate.from_messages([("system", SYSTEM + "{context}"), ("
 
 
 def stuffed(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[str, Any]:
-    """LangChain's stuff chain: passages joined by empty lines in the system message."""
+    """Ask through LangChain's stuff chain, which joins passages by empty lines in the system message."""
     chain = STUFFED | ChatRagCache(kb=kb, max_tokens=1)
     return _of_message(chain.invoke({"context": "\n\n".join(passages), "input": question}))
 
 
 def fused(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[str, Any]:
-    """Ask through the fused chain: each document is a part of the message."""
+    """Ask through the fused chain, in which each document is a content block of the message."""
     chain = create_fused_documents_chain(
         ChatRagCache(kb=kb, max_tokens=1), STUFFED, output_parser=cast("Any", RunnablePassthrough())
     )
@@ -111,7 +113,7 @@ get_dispatcher().add_event_handler(HEARD)
 
 
 def compact(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[str, Any]:
-    """LlamaIndex's stock synthesizer over nodes of the user's own index, each under its file's name."""
+    """Ask through LlamaIndex's own synthesizer, over nodes of a user's index, each below its file's name."""
     nodes = [NodeWithScore(node=TextNode(text=text, metadata={"file_path": "docs/a.md"})) for text in passages]
     llm = RagCacheLLM(kb, max_tokens=1)
     get_response_synthesizer(llm=llm, response_mode=ResponseMode.COMPACT).synthesize(question, nodes)
@@ -119,7 +121,7 @@ def compact(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[str
 
 
 def served(kb: rc.RagCache, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Ask OpenAI's client, against the server without retrieval."""
+    """Ask by OpenAI's client over a server, without retrieval."""
     with TestClient(create_app(kb)) as http:
         client = OpenAI(base_url="http://testserver/v1", api_key="none", http_client=http)
         model = client.models.list().data[1].id  # NAME:plain, without retrieval
@@ -128,7 +130,7 @@ def served(kb: rc.RagCache, messages: Sequence[dict[str, Any]]) -> dict[str, Any
 
 
 def labelled(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[str, Any]:
-    """OpenAI's client, passages under labels in a user message."""
+    """Ask by OpenAI's client, with passages below labels in a user message."""
     text = "\n\n".join(f"[{rank}] {text}" for rank, text in enumerate(passages, 1))
     return served(kb, [{"role": "user", "content": f"{text}\n\nQuestion: {question}"}])
 
@@ -140,12 +142,12 @@ def in_context(passages: Sequence[str], question: str) -> str:
 
 
 def open_webui(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[str, Any]:
-    """Open WebUI's own retrieval, over OpenAI's route."""
+    """Ask with a message of Open WebUI's own retrieval, over OpenAI's route."""
     return served(kb, [{"role": "user", "content": in_context(passages, question)}])
 
 
 def remembering(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[str, Any]:
-    """An agent whose memory changes with each question, and whose tool returned the passages."""
+    """Ask as an agent whose memory changes with each question, and whose tool returned the passages."""
     results = [
         message
         for rank, text in enumerate(passages)
@@ -159,7 +161,7 @@ def remembering(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict
 
 
 def claude(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[str, Any]:
-    """Anthropic's client, passages as documents."""
+    """Ask by Anthropic's client, with passages as documents."""
     documents = [
         {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": text}} for text in passages
     ]
@@ -172,7 +174,7 @@ def claude(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[str,
 
 
 def retrieved(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[str, Any]:
-    """Ask ragcache's own question over its own passages."""
+    """Ask by `RagCache.ask`, over passages of its store."""
     return kb.ask(question, hits=[rc.Passage(id=text[:20]) for text in passages], sampling=ONE).to_json()
 
 
@@ -186,13 +188,13 @@ def stored(kb: rc.RagCache, passages: Sequence[str]) -> None:
 
 
 def precomputed(kb: rc.RagCache, passages: Sequence[str]) -> None:
-    """KV alone, for documents that are elsewhere."""
+    """Compute the passages' KV alone, as for documents that are kept elsewhere."""
     kb.precompute(passages)
 
 
 @contextmanager
 def found_places() -> Iterator[list[tuple[list[int], set[int]]]]:
-    """Collect each prompt that is read meanwhile: its ids, and which of their places have KV that was found."""
+    """Yield a list that collects each prompt read meanwhile: its ids, and the places whose KV was found."""
     resolve, seen = KVLookup.resolve, list[tuple[list[int], set[int]]]()
 
     @contextmanager
@@ -213,9 +215,9 @@ def found_places() -> Iterator[list[tuple[list[int], set[int]]]]:
 
 
 def found_share(lm: LanguageModel, passages: Sequence[str], ids: Sequence[int], places: set[int]) -> float:
-    """Return the share of the passages' tokens in a prompt at places with KV.
+    """Return the share of the passages' tokens that are at places of the prompt with KV.
 
-    Up to EDGE tokens at either end of a passage may be others in the prompt, beside other text.
+    Up to EDGE tokens at either end of a passage may be tokenised differently in the prompt, next to other text.
     """
     row, found, total = np.asarray(ids), 0, 0
     for own in (encode_text(lm.tokenizer, text) for text in passages):
@@ -228,7 +230,7 @@ def found_share(lm: LanguageModel, passages: Sequence[str], ids: Sequence[int], 
 
 
 def cached_share(lm: LanguageModel, passages: Sequence[str], answer: Mapping[str, Any]) -> float:
-    """Return the cached tokens beside the passages': what precedes the passages counts too."""
+    """Return the cached tokens over the passages' tokens, at most 1; tokens before the passages count, too."""
     return min(1.0, float(answer["usage"]["cached_tokens"]) / sum(passage_tokens(lm, passages)))
 
 
@@ -250,8 +252,11 @@ def row(
     before: Ask | None,
     method: str | None,
 ) -> list[tuple[float, float]]:
-    """Return the shares of a way to ask: found, and cached. before: an earlier question in that store, put in another
-    way"""
+    """Return the found and the cached share of a way to ask, for each question.
+
+    keep:   what the store gets before the first question; None: nothing
+    before: another way to ask, which asks the first question earlier
+    """
 
     def asked(kb: rc.RagCache, order: Sequence[str], question: str) -> tuple[float, float]:
         with found_places() as seen:
@@ -286,7 +291,7 @@ def plain_chat() -> Iterator[list[dict[str, Any]]]:
 
 
 def agent_loop() -> Iterator[list[dict[str, Any]]]:
-    """Yield a question, and a tool's result for each of the model's calls."""
+    """Yield the messages of each turn: a question, then a tool's result for each of the model's calls."""
     yield [{"role": "user", "content": "Compare what the pages say about disks."}]
     for rank, text in enumerate(sections(5, 500)):
         yield [{"role": "user", "content": f"Result of the search, page {rank}:\n{text}"}]
@@ -298,7 +303,11 @@ Turns = Callable[[], Iterator[list[dict[str, Any]]]]
 def late(
     lm: LanguageModel, turns: Turns, method: str | None, known: Sequence[str], *, closed: bool
 ) -> tuple[int, int, float]:
-    """Return tokens of the last prompt; most tokens run beyond a turn's own; cached share of earlier tokens."""
+    """Return the last prompt's tokens, the most tokens run beyond a turn's own, and the cached share of earlier tokens.
+
+    known:  passages whose KV is computed beforehand
+    closed: whether the store is closed and opened between turns
+    """
     with tempfile.TemporaryDirectory() as root:
         opened = partial(rc.RagCache.open, Path(root) / "kb", model=lm, embedder=BagOfWords(), method=method)
         messages: list[dict[str, Any]] = [{"role": "system", "content": "You answer in one or two sentences."}]
@@ -319,7 +328,7 @@ def late(
 
 
 def look_up(count: int) -> str:
-    """Return how long finding 60 of `count` passages takes. Raises RagCacheError if any is not found."""
+    """Return a sentence with the time to find 60 of `count` passages. Raises RagCacheError if any is not found."""
     random = np.random.default_rng(0)
     passages = random.integers(0, 49152, (count, 250))
     index, times = ContentIndex(), list[float]()
@@ -341,8 +350,8 @@ def look_up(count: int) -> str:
 
 @dataclass(frozen=True)
 class Settings:
-    """model: bundled name or directory; ways: only those whose names have it, and no conversations; passages of so many
-    characters"""
+    """model: bundled name or directory; ways: measure only ways whose names contain this text, and no conversations;
+    passages: number of passages, of `characters` characters; indexed: number of passages of the look-up"""
 
     model: str = "mini"
     ways: str = ""
@@ -373,7 +382,7 @@ WAYS: tuple[tuple[str, Ask, Keep | None, Ask | None], ...] = (
 
 
 def measure(settings: Settings, run: Run) -> Iterator[Result]:
-    """Yield the result each time that another way to ask was measured."""
+    """Yield a result after each way to ask."""
     lm, passages = rc.load_lm(settings.model), sections(settings.passages, settings.characters)
     shares, conversations = list[Any](), list[Any]()
     found: dict[str, Any] = {"shares": shares, "conversations": conversations}

@@ -1,13 +1,13 @@
-"""Run one benchmark: parse its settings, record where it runs, write its result.
+"""Run a benchmark: parse its settings, record its environment, write its result.
 
     python -m benchmarks                                   # list the benchmarks
     python -m benchmarks ttft --set shape=toy --set rounds=2
     python -m benchmarks answers --model DIR --data DIR --sets nq10 hotpotqa
 
 A benchmark is a module with a dataclass `Settings` and a function `measure(settings, run)` that returns a Result, or
-yields one each time that more has been measured. `--set key=value` and `--key value` are the same; a setting that is a
-list takes several values. NAME.json and NAME.md are written to --out, and NAME.png where `benchmarks.plots` draws the
-benchmark. A run that was killed goes on from NAME.journal.jsonl when the same command is given again.
+yields a Result each time that more was measured. `--set key=value` and `--key value` are the same; a setting that is a
+list takes several values. NAME.json and NAME.md are written to --out, and NAME.png if `benchmarks.plots` draws the
+benchmark. The same command continues a killed run from NAME.journal.jsonl.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ NAMES = (
 
 
 class Run:
-    """The surroundings of a run, which the runner passes to the benchmark.
+    """A run's settings, environment and directories, which the runner passes to the benchmark.
 
     workdir: an empty directory that is removed afterwards; out: the directory of the result
-    name:    of the result's files, if the command names them
+    name:    name of the result's files, if the command names them
     """
 
     def __init__(
@@ -97,14 +97,14 @@ def command(arguments: Sequence[str]) -> int:
 
 
 def module_of(name: str) -> ModuleType:
-    """Return the module of a benchmark. Raises ConfigError naming those that there are."""
+    """Return the module of a benchmark. Raises ConfigError, which names all benchmarks, for an unknown name."""
     if name not in NAMES:
         raise ConfigError(f"there is no benchmark {name!r}; choose one of {', '.join(NAMES)}")
     return import_module(f"benchmarks.{name}")
 
 
 def main(name: str, arguments: Sequence[str] = ()) -> Result:
-    """Run a benchmark and write its result; return the last result."""
+    """Run a benchmark, write each result that it yields, print the last page, and return the last result."""
     module = module_of(name)
     settings, given = parse(module, name, arguments)
     if threads := getattr(settings, "threads", 0):

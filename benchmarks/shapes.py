@@ -1,4 +1,4 @@
-"""Models of known shapes with random weights: speed depends on the shape, not on training."""
+"""Models of known shapes with random weights, as speed depends on the shape, not on training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, **mo
 
 
 def _llama3(factor: float) -> dict[str, Any]:
-    """Return what all models of Llama 3 share."""
+    """Return the settings that all models of Llama 3 share. factor: of the rotary scaling"""
     shares = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": factor, **shares}
     return {"vocab_size": 128256, "max_position_embeddings": 131072, "rope_parameters": rope}
@@ -95,7 +95,7 @@ def build(
     seed: int = 0,
 ) -> Built:
     """Build a model of `shape` with random weights, on the device and in its dtype, so that no second copy exists."""
-    # No EOS: random weights would say it at some point, and decoding is timed over a given number of tokens.
+    # There is no EOS: random weights would choose it at some point, and a given number of tokens is decoded.
     config = LlamaConfig(rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=None, **SHAPES[shape])
     torch.manual_seed(seed)
     with torch.device(device):
@@ -106,7 +106,7 @@ def build(
     fingerprint = digest({"shape": shape, "seed": seed, "dtype": dtype, "device": str(device)})
     lm = _wrap(_sharing_weights(plain), tokenizer, fingerprint, shape)
     given = os.environ.get(GRAPH_MEMORY)
-    use_graphs(lm, int(given) if given else None)  # as a store does that is opened with it
+    use_graphs(lm, int(given) if given else None)  # as a store does when it is opened
     return Built(lm, plain)
 
 
@@ -131,7 +131,7 @@ def sharpen(model: PreTrainedModel) -> None:
     the variance of a score is the product of the variances of a query's and a key's value. The computation takes as
     long.
     """
-    drawn = model.config.initializer_range * model.config.hidden_size**0.5  # standard deviation of what comes out
+    drawn = model.config.initializer_range * model.config.hidden_size**0.5  # standard deviation of an output
     for layer in model.model.layers:
         attention = layer.self_attn
         for part in (attention.q_proj, attention.k_proj):

@@ -1,4 +1,4 @@
-"""Paired timing: all variants alternate in one run, so that whatever else the machine does hits all of them."""
+"""Paired timing: all variants alternate in a run, so that other work of the machine affects all of them alike."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 Samples = dict[str, dict[int, float]]
 
-# A hypervisor that runs other machines takes the processors away for a while: a sample in which it did that is taken
-# again, and the sample that lost least counts.
+# A hypervisor may give the processors to other machines for a while. A sample that lost a larger share of time than
+# this is repeated, up to this many tries, and the sample that lost least counts.
 MOST_STOLEN = 0.02
 TRIES, LONG_TRIES = 6, 2
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A thing to time.
+    """A function to time.
 
-    run:     the timed function; its result is kept alive until the clock has stopped. A mapping of names to numbers
-             gives additional samples of the round
-    prepare: called before, outside the clock
-    long:    takes seconds: run only in a few of the rounds
+    run:     the timed function; its result is freed after the time was taken. If the result is a mapping of names to
+             numbers, these are additional samples of the round
+    prepare: is called before it, and not timed
+    long:    whether it takes seconds, and so is run only in a few of the rounds
     """
 
     name: str
@@ -80,10 +80,10 @@ class Ratio:
 def alternate(
     variants: Sequence[Variant], rounds: int, long_rounds: int, device: torch.device, journal: Journal | None = None
 ) -> Samples:
-    """Return seconds by variant and round. An untimed round warms everything up.
+    """Return seconds by variant and round, after an untimed round that warms up.
 
-    Every round begins with another variant, so that no variant always runs after the same other. Rounds in the journal
-    are not run again.
+    Every round begins with another variant, so that no variant always runs at the same place. Rounds that the journal
+    has are not run again. long_rounds: number of the rounds in which long variants run
     """
     samples: Samples = {variant.name: {} for variant in variants}
     with _quiet_collector():
@@ -124,7 +124,7 @@ def _is_long(number: int, rounds: int, long_rounds: int) -> bool:
 
 @contextmanager
 def _quiet_collector() -> Iterator[None]:
-    """Collect garbage only between rounds, and ignore earlier objects."""
+    """Make Python collect no garbage by itself, and ignore the objects that exist already."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -141,7 +141,7 @@ def _round(variants: Sequence[Variant], device: torch.device) -> dict[str, float
 
 
 def _time(variant: Variant, device: torch.device) -> dict[str, float]:
-    """Return the sample that lost the least share of its processors' time."""
+    """Return the sample, of several tries, that lost the least share of the processors' time to other machines."""
     best: tuple[float, dict[str, float]] = (math.inf, {})
     for _ in range(LONG_TRIES if variant.long else TRIES):
         best = min(best, _sample(variant, device), key=lambda sample: sample[0])
@@ -172,7 +172,7 @@ class Theft:
         self._stolen_s, self._started = stolen_s(), time.perf_counter()
 
     def share(self) -> float:
-        """Return the share of all processors' time since then."""
+        """Return the stolen share of all processors' time since this object was made."""
         seconds = (time.perf_counter() - self._started) * (os.cpu_count() or 1)
         return (stolen_s() - self._stolen_s) / seconds
 
@@ -187,9 +187,9 @@ def stolen_s() -> float:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of the median between two order statistics (the sign test's), whatever the distribution is.
+    """Return the 95 % interval of the median, between two order statistics (the sign test's), for any distribution.
 
-    Fewer than 6 values cannot say that much: all of their range is returned then. Raises ValueError for none.
+    Fewer than 6 values do not suffice for it: their whole range is returned then. Raises ValueError without values.
     """
     if not values:
         raise ValueError("there is nothing to take a median of")

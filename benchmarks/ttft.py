@@ -24,10 +24,10 @@ from benchmarks.timing import Ratio, Samples, Variant, alternate, ratio, summari
 
 @dataclass(frozen=True)
 class Settings(ModelSettings):
-    """passages x tokens of context, then suffix tokens. rounds: of short variants; long_rounds: of full prefill.
+    """passages x tokens of context, then suffix tokens. rounds: rounds of short variants; long_rounds: of full prefill.
 
-    vectors: chunks that retrieval searches; embedder: see `load_named`
-    codecs:  further codecs, of which blocks are read from the memory tier and from a cold disk
+    vectors: number of chunks that retrieval searches; embedder: see `load_named`
+    codecs:  further codecs, whose blocks are read from the memory tier and from a cold disk
     """
 
     benchmark: ClassVar[str] = "ttft"

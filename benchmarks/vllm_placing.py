@@ -2,9 +2,9 @@
 
     python -m benchmarks vllm_placing --set shape=Llama-3.1-8B --set dtype=bfloat16 --set device=cuda
 
-Runs in an environment with vLLM. Weights and blocks are random, as the shape alone decides what both cost. Blocks are
-read from files for every question, as behind `ragcache vllm`; vLLM's prefix cache is off. Whether the kernel or vLLM's
-own writer fills the pages is in vLLM's log: `RAGCACHE_PLACE=plain` chooses the latter.
+Runs in an environment with vLLM. Weights and blocks are random, as the times depend on the shape alone. Blocks are read
+from files for every question, as by `ragcache vllm`; vLLM's prefix cache is off. ragcache's kernel fills the pages, or
+vLLM's own writer with `RAGCACHE_PLACE=plain`; vLLM's log says which of them did.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LOADED, PREFILL = "in vLLM: reposition", "full prefill"
 
 @dataclass(frozen=True)
 class Settings:
-    """device: cpu or cuda; load: blocks in the "step" that needs them, or "ahead" of it."""
+    """device: cpu or cuda; load: load blocks in the "step" that needs them, or "ahead" of it."""
 
     shape: str = "SmolLM2-135M"
     dtype: str = "float32"
@@ -57,7 +57,7 @@ class Settings:
 
 
 def write_model(where: Path, shape: str, dtype: str) -> CacheShape:
-    """Write a configuration without weights."""
+    """Write a model's configuration without weights, and return the shape of its KV."""
     from transformers import LlamaConfig
 
     config = LlamaConfig(**SHAPES[shape], architectures=["LlamaForCausalLM"], dtype=dtype)
@@ -90,7 +90,7 @@ def engine(where: Path, root: Path, given: Settings, longest: int) -> Any:
 
 
 def first_tokens(llm: Any, ids: list[int], layout: RequestLayout, rounds: int) -> list[tuple[float, float]]:
-    """Return seconds to the first token, from blocks and by prefill, side by side; an earlier round does not count."""
+    """Return, for each round, the seconds to the first token from blocks and by prefill, after an untimed round."""
     from vllm import SamplingParams
 
     def ask(params: dict[str, Any] | None) -> int:

@@ -1,18 +1,18 @@
-"""A week of a real service's requests: what each kind of cache finds of its tokens, and a slice of it replayed.
+"""A week of a real service's requests: the share of tokens that each kind of cache finds, and a replay of a slice.
 
     python -m benchmarks week --trace shared/data/traces/ragpulse
     python -m benchmarks week --trace LOG --requests 32 --start 3600 --speeds 3 5 8 --peers ragcache vllm ragcache-vllm
 
-The whole log is counted without a model: passages by their content with room for so many tokens, system prompts as
-prefixes, and beside them a cache of whole prefixes with as much room in all. Then `requests` of it go to each peer, at
-first one after another, then at the log's own distances in time, divided by each of `speeds`. Each part of a prompt
-is a run of random tokens of the logged length, the same for the same hash, and the weights are random. Parts that are
-no passages are drawn anew for each speed, so that no peer has answered the prompt before; it goes to the next speed
-until the 95th percentile of its first token exceeds TWICE what a single asker waits.
+The whole log is counted without a model, for two caches of the same size: a cache of passages, found by their content,
+with system prompts as prefixes; and a cache of whole prefixes. Then `requests` requests of the log go to each peer,
+first one after another, then at the log's own times, divided by each of `speeds`, until the 95th percentile of the time
+to the first token exceeds TWICE that of a single asker. Each part of a prompt is a run of random tokens of the logged
+length, the same for the same hash; parts that are not passages are drawn anew for each speed, so that no peer has
+answered the prompt before. The weights are random.
 
 `trace`: a directory of RAGPulse or a file of `ragcache record` or of Mooncake; see `ragcache_plan.logs`. Prompts of a
-real tokenizer would repeat whitespace and templates that random tokens do not, which no cache here looks at: only equal
-parts are found.
+real tokenizer repeat white space and templates, which random tokens do not; no cache here uses such repetitions: only
+equal parts are found.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ SERVER = PeerSpec("ragcache-server", "ragcache_server_worker", None, ("repositio
 PEERS = {**ENGINES, SERVER.name: SERVER}
 VARIANTS = {"ragcache": ("reposition", "full")}  # full: the engine's own prefix cache
 ALONE = 10
-"""Requests that are answered one after another, to know what a single asker waits."""
+"""Requests that are answered one after another, to measure the wait of a single asker."""
 TWICE = 2.0
 SIX_HOURS_S = 6 * 3600.0
 DECIDING_ROOM = 690_000
 QUANTILES = (50, 95, 99)
 SYSTEM_FIRST = ("system", *REUSED)
-"""Kinds that stand before what differs with every request."""
+"""Kinds of parts that precede the parts which differ with every request."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """rooms: tokens of passages that are held; prefix_room: tokens of system prompts
-    requests: of the slice that is replayed, from `start` seconds on; 0: none. answer: the most tokens of an answer
-    speeds: times the log's own, in rising order
-    ingested: the slice's passages are read before its first request, as a store's are, by peers that can
-    shape, dtype: of the model that replays; kv_mib: of each peer's cache; peers: see `peers`
+    """rooms: sizes of the passages' cache, in tokens; prefix_room: size of the system prompts' cache, in tokens
+    requests: number of requests to replay, from `start` seconds on; 0: none. answer: most tokens of an answer
+    speeds: multiples of the log's own speed, rising
+    ingested: read the slice's passages before its first request, by peers that can, as a store does
+    shape, dtype: of the model; kv_mib: size of each peer's cache; peers, environments: see the benchmark `peers`
     """
 
     trace: Path = Path("ragpulse")
@@ -95,7 +95,11 @@ class Settings:
 
 
 class Counted:
-    """Tokens of the log by kind, and those found by a cache; held: tokens in memory and on disk after each six hours"""
+    """Counts of the log's tokens by kind, and of the tokens that a cache finds.
+
+    room, prefix_room: tokens that the caches of passages and of prefixes hold
+    periods: for each six hours, the computed share of tokens, and the tokens held in memory and on disk at its end
+    """
 
     def __init__(self, room: int, policy: str, prefix_room: int) -> None:
         self._passages = SimulatedTier("memory", room, get_policy(policy))
@@ -105,7 +109,7 @@ class Counted:
         self.periods: list[dict[str, float]] = []
 
     def read(self, requests: Sequence[LoggedRequest], reused: Sequence[str]) -> None:
-        """Count requests. reused: kinds that are found by their content, wherever they stand; others as prefixes"""
+        """Count requests. reused: kinds found by their content at any place; other kinds are found as prefixes"""
         for period, some in groupby(requests, lambda request: int(request.at / SIX_HOURS_S)):
             before = self.asked.total(), self.found.total()
             for request in some:
@@ -149,7 +153,7 @@ class Counted:
 
 
 def count(settings: Settings, requests: Sequence[LoggedRequest]) -> dict[str, Any]:
-    """Return the figures of the whole log: by room, the share found by policy, with its bound, and by prefixes."""
+    """Return the figures of the whole log: for each room, the counts by policy and by prefixes, and the optimum."""
     trace, rooms = from_requests(requests, 1), []
     for room in settings.rooms:
         rows = {}
@@ -171,11 +175,14 @@ def count(settings: Settings, requests: Sequence[LoggedRequest]) -> dict[str, An
     }
 
 
-# A slice, put to the peers at its own times
+# A slice, sent to the peers at its own times
 
 
 def slice_of(settings: Settings, requests: Sequence[LoggedRequest]) -> tuple[list[LoggedRequest], int]:
-    """Return the requests to replay, and how many were too long for the shape. Raises ConfigError if none is left."""
+    """Return the requests to replay, and the number of requests too long for the shape.
+
+    Raises ConfigError if no request is left.
+    """
     longest = int(SHAPES[settings.shape]["max_position_embeddings"]) - settings.answer
     due = [request for request in requests if request.at >= settings.start][: settings.requests]
     fit = [request for request in due if request.num_tokens <= longest]
@@ -185,9 +192,9 @@ def slice_of(settings: Settings, requests: Sequence[LoggedRequest]) -> tuple[lis
 
 
 def prompt_of(request: LoggedRequest, settings: Settings, salt: str = "") -> dict[str, Any]:
-    """Return the prompt in a worker's form: what may come again as passages, the rest as the suffix.
+    """Return the prompt in a worker's form: parts that may recur as passages, all others as the suffix.
 
-    salt: draws all parts anew that are no passages
+    salt: seed of the parts that are not passages
     """
     draw = cache(partial(_ids, int(SHAPES[settings.shape]["vocab_size"]), settings.seed))
 
@@ -241,8 +248,10 @@ def replay(settings: Settings, requests: Sequence[LoggedRequest], run: Run) -> d
 
 
 def speeds_of(peer: PeerProcess, variant: str, requests: Sequence[LoggedRequest], settings: Settings) -> dict[str, Any]:
-    """Return what a single asker waits for the first token, the figures by speed, and the answers a second at TWICE
-    that wait: between the two speeds around it in proportion, and of the first or the last speed beyond them."""
+    """Return a single asker's wait for the first token, the figures by speed, and the answers/s at TWICE that wait.
+
+    The latter are interpolated between speeds; below the slowest and above the fastest speed they are that speed's.
+    """
     lengths = [request.num_tokens for request in requests]
     tokens = [max(1, min(request.output_tokens, settings.answer)) for request in requests]
     single = [
@@ -262,7 +271,7 @@ def speeds_of(peer: PeerProcess, variant: str, requests: Sequence[LoggedRequest]
 
 
 def answers_at(by_speed: Mapping[str, Any], limit_s: float) -> float:
-    """Return the answers a second at which the 95th percentile of the first token is `limit_s`."""
+    """Return the answers/s at which the 95th percentile of the time to the first token is `limit_s`, interpolated."""
     waits = np.maximum.accumulate([row["first_s"]["p95"] for row in by_speed.values()])
     return float(np.interp(limit_s, waits, [row["answers_per_s"] for row in by_speed.values()]))
 
@@ -275,8 +284,11 @@ def _ingested(requests: Sequence[LoggedRequest], settings: Settings) -> list[lis
 
 
 def replayed(answers: Sequence[Answer], at: Sequence[float], lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the figures of a replay. behind_s: from the last arrival until all were answered, beyond the time that a
-    request takes that has the machine for itself (the least time of all): how far the replay fell behind"""
+    """Return the figures of a replay. at: arrivals in seconds; lengths: tokens of the prompts
+
+    behind_s: how far the replay fell behind: seconds from the last arrival to the last answer, less those of the
+        fastest answer
+    """
     ends = [start + answer.total_s for start, answer in zip(at, answers, strict=True)]
     return {
         "first_s": _quantiles(answers),
@@ -287,7 +299,7 @@ def replayed(answers: Sequence[Answer], at: Sequence[float], lengths: Sequence[i
 
 
 def _quantiles(answers: Sequence[Answer]) -> dict[str, float]:
-    """Return the seconds to the first token, by name of the quantile."""
+    """Return quantiles of the seconds to the first token, by name ("p50")."""
     firsts = [answer.first_s for answer in answers]
     return {f"p{q}": float(np.percentile(firsts, q, method="inverted_cdf")) for q in QUANTILES}
 

@@ -1,7 +1,7 @@
-"""An agent that looks things up with a retriever tool and has the finding read by fused prefill.
+"""An agent that looks something up with a retriever tool, and reads the documents found by fused prefill.
 
 The tool's message holds the documents' text, for the agent; its artifact holds the documents with their handles, for
-the chain that answers from them. Any model that calls tools can be the agent; a scripted one stands in for it here.
+the chain that answers from them. Any model that calls tools can be the agent; here it is replaced by a scripted model.
 
 python examples/agent_tool.py [DIRECTORY OF THE STORE]
 """
@@ -24,7 +24,7 @@ QUESTION = "What town does Petra Elley live in?"
 
 
 def agent_model() -> GenericFakeChatModel:
-    """In place of a model with tools bound: it asks for one look-up."""
+    """Return a scripted model that calls the tool once, in place of a model with tools bound."""
     look_up = ToolCall(name="registry", args={"query": QUESTION}, id="call-1", type="tool_call")
     return GenericFakeChatModel(messages=iter([AIMessage("", tool_calls=[look_up])]))
 

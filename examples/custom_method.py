@@ -1,10 +1,10 @@
-"""A fusion method of one's own: the tokens at both edges of every passage run again.
+"""A fusion method of your own: the tokens at both edges of every passage run again.
 
 python examples/custom_method.py
 
-The passages are cut in mid-sentence: one ends with a name, the next begins with what is said of it. Read apart, the
-second does not know of whom it speaks. Each method is compared with full prefill where that counts: at the token that
-names the club.
+The passages are cut in mid-sentence: a passage ends with a name, and the next passage begins with a statement about it.
+Read apart, the KV of the second passage lacks the name. Each method is compared with full prefill at the token that
+depends on it: the token that names the club.
 """
 
 import re
@@ -22,10 +22,12 @@ PEOPLE = Path(__file__).parent / "corpus" / "people"
 
 @dataclass(frozen=True)
 class Edges(rc.RecomputeMethod):
-    """The first tokens of a passage were read with nothing before them, the last ones are what the next one goes on
-    from. The fields are the method's options; `candidates` is all that it has to say.
+    """Runs the first and last tokens of each passage again: the first were encoded without the text before them, and
+    the next passage continues from the last.
 
-    first, last: tokens of each passage that run again, in every layer; both 0 is `reposition`
+    The fields are the method's options; `candidates` is the only function that it needs.
+
+    first, last: number of tokens of each passage that run again, in every layer; both 0 is `reposition`
     """
 
     first: int = 6
@@ -44,7 +46,7 @@ class Edges(rc.RecomputeMethod):
 
 
 class Cut(NamedTuple):
-    """A person's entry in two pieces, the first of which ends with the name; the second says which club it is."""
+    """A person's entry in two pieces. The first piece ends with the name, the second names the person's club."""
 
     name: str
     club: str
@@ -64,7 +66,7 @@ def cut_entries(count: int) -> list[Cut]:
 
 
 def prompt_to_the_club(lm: rc.LanguageModel, passages: list[str], cut: Cut) -> rc.Prompt:
-    """The question with the beginning of its answer: what comes next is the club's name."""
+    """Return a prompt of the question and the beginning of its answer: the next token begins the club's name."""
     form = rc.prompt_format(lm.tokenizer)
 
     def ids(text: str) -> list[int]:
@@ -79,7 +81,7 @@ def question(cut: Cut) -> str:
 
 
 def divergence(fused: rc.FuseOutput, full: rc.FuseOutput) -> float:
-    """Kullback-Leibler divergence of the next token's distribution from full prefill's, in nats."""
+    """Return the Kullback-Leibler divergence of the next token's distribution from full prefill's, in nats."""
     wanted, found = (torch.log_softmax(one.next_logits, dim=-1) for one in (full, fused))
     return max(0.0, float((wanted.exp() * (wanted - found)).sum()))  # rounding can end just below 0
 
@@ -95,7 +97,7 @@ METHODS: list[str | rc.FusionMethod] = [
 
 
 class Compared(NamedTuple):
-    """One question read by one method, beside full prefill."""
+    """The comparison of a method with full prefill, for a question."""
 
     kl: float
     same_token: bool
@@ -104,7 +106,7 @@ class Compared(NamedTuple):
 
 
 def compare(kb: rc.RagCache, passages: list[str], cut: Cut) -> list[Compared]:
-    """By each of METHODS: `rc.fuse` shows the next token's distribution, `kb.ask` writes the answer."""
+    """Compare each of METHODS: `rc.fuse` gives the next token's distribution, `kb.ask` writes the answer."""
     prompt = prompt_to_the_club(kb.lm, passages, cut)
     blocks = rc.encode(kb.lm, prompt)
     full = rc.fuse(kb.lm, prompt, "full")

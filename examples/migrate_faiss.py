@@ -1,7 +1,7 @@
 """An application with a FAISS vector store and a stuff chain, before and after.
 
-`migrate` reads what langchain_community's FAISS keeps: `docstore` and `index_to_docstore_id`. A store of the same shape
-stands in for it here, so that this runs without that package.
+`migrate` reads two attributes of langchain_community's FAISS: `docstore` and `index_to_docstore_id`. Here a small class
+with the same attributes replaces it, so that the example runs without that package.
 
 python examples/migrate_faiss.py [DIRECTORY OF THE STORE]
 """
@@ -53,7 +53,7 @@ class FaissStore:
 
 
 def before(old: FaissStore, llm: ChatRagCache) -> Any:
-    """The documents' text is joined into the prompt: the model reads all of it for every question."""
+    """Return the old chain: the documents' text is joined into the prompt, and the model reads all of it each time."""
     find = RunnableLambda(lambda asked: old.similarity_search(asked["input"]))
     joined = RunnableLambda(lambda asked: "".join(f"{found.page_content.rstrip()}\n" for found in asked["context"]))
     read = RunnablePassthrough.assign(context=joined) | PROMPT | llm | StrOutputParser()
@@ -61,13 +61,13 @@ def before(old: FaissStore, llm: ChatRagCache) -> Any:
 
 
 def migrate(old: Any, directory: str) -> RagCacheVectorStore:
-    """Every document under its old id, with its metadata, embedded by the same model."""
+    """Return a new store with every document of the old, with its id and metadata, embedded by the same model."""
     documents = [old.docstore.search(id).model_copy(update={"id": id}) for id in old.index_to_docstore_id.values()]
     return RagCacheVectorStore.from_documents(documents, old.embeddings, kb=directory)
 
 
 def after(new: RagCacheVectorStore, llm: ChatRagCache) -> Any:
-    """The documents reach the model one by one, with their KV: it reads the question."""
+    """Return the new chain: documents reach the model one by one, with their KV, and it reads the question alone."""
     read = create_fused_documents_chain(llm, PROMPT)
     return create_fused_retrieval_chain(new.as_retriever(search_kwargs={"k": K}), read)
 

@@ -21,7 +21,7 @@ for chunk in client.chat.completions.create(model=model, messages=question, stre
     print(chunk.choices[0].delta.content or "", end="", flush=True)
 print()
 
-given = {"documents": [{"text": "Mira Bruno plays for the Chess Club Maple."}]}  # instead of the store's own
+given = {"documents": [{"text": "Mira Bruno plays for the Chess Club Maple."}]}  # instead of the store's documents
 question = [{"role": "user", "content": "Which club does Mira Bruno belong to?"}]
 answer = client.chat.completions.create(model=model, messages=question, extra_body={"ragcache": given})
 print(answer.choices[0].message.content)

@@ -1,1 +1,1 @@
-"""Programs of the checkout: they make what the package ships, and measure it."""
+"""Programs of the repository that make and measure models, pictures and pages of the package."""

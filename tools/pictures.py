@@ -33,7 +33,7 @@ def label(x: int, y: int, text: str, anchor: str = "start") -> str:
 
 
 def ingestion() -> Iterator[str]:
-    """Yield the way of a document into the store."""
+    """Yield the picture of a document's way into the store."""
     steps = [["files"], ["passages", "(chunker)"], ["embedding", "(embedder)"], ["KV block", "(language model)"]]
     for rank, lines in enumerate(steps):
         yield from box(10 + 190 * rank, 20, 150, lines, KV if rank == 3 else PLAIN)
@@ -47,7 +47,7 @@ def ingestion() -> Iterator[str]:
 
 
 def question() -> Iterator[str]:
-    """Yield the way of a question to its first token."""
+    """Yield the picture of a question's way to its first token."""
     yield from box(10, 20, 130, ["question"], RUN)
     yield arrow(140, 42, 178, 42)
     yield from box(180, 20, 150, ["retrieve", "passages B and D"])
@@ -67,7 +67,7 @@ def question() -> Iterator[str]:
 
 
 def attention() -> Iterator[str]:
-    """Yield who attends to whom in a prompt of two passages: full prefill, blocks, and blocks with repair."""
+    """Yield the picture of attention in a prompt of two passages: full prefill, blocks, and blocks with `epic`."""
     parts = [("S", 2), ("B", 4), ("D", 4), ("Q", 3)]
     kinds = [name for name, count in parts for _ in range(count)]
     repaired = {kinds.index("B"), kinds.index("D")}
@@ -98,7 +98,7 @@ BARS = {
 
 
 def real_model() -> Iterator[str]:
-    """Yield the first token's seconds and the divergence of SmolLM2's answers, as bars."""
+    """Yield bars of the seconds to the first token and the KL from full prefill, for SmolLM2."""
     rows = {row["method"]: row for row in json.loads(MEASURED.read_text())["figures"]["rows"] if row["set"] == "all"}
     scale = 380 / rows["full"]["first_token_s"]
     for rank, (method, name) in enumerate(BARS.items()):
@@ -119,7 +119,7 @@ PICTURES = {
 
 
 def picture(name: str) -> str:
-    """Return the SVG of one picture."""
+    """Return a picture as SVG."""
     draw, width, height = PICTURES[name]
     style = f'font-family="sans-serif" font-size="13" fill="{TEXT}"'
     tip = f'<path d="M0 0 L8 4 L0 8 Z" fill="{LINE}"/>'

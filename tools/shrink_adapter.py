@@ -2,9 +2,10 @@
 
     python -m tools.shrink_adapter ADAPTER OUT --rank 12
 
-Of each product of two matrices the nearest one of that rank is kept (its singular value decomposition, cut), half of
-each singular value in either factor. Both are scaled to float8's range by a power of two, which `lora_alpha` takes
-back. Products that are 0 go: nothing after the last layer's keys and values is trained on passages alone.
+Each product of two matrices is replaced by the nearest product of that rank (its truncated singular value
+decomposition), with the square root of each singular value in both factors. The factors are scaled to float8's range by
+a power of two, which `lora_alpha` undoes. Products that are 0 are left out: training on passages alone trains nothing
+after the last layer's keys and values.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from ragcache.models.lora import DOWN, LORA_FILE, UP, Lora, take_pairs
 
 FLOAT8 = torch.float8_e4m3fn
 HIGHEST = 1 << 4
-"""Numbers are scaled to at most this: float8 has 13 powers of two below it before it loses bits."""
+"""Largest number after scaling: float8 keeps all its bits for 13 powers of two below it."""
 
 
 def shrink(adapter: Path, out: Path, rank: int) -> float:
-    """Write the smaller adapter. Returns the share of the products' squared length that is left, the least of all."""
+    """Write the smaller adapter. Returns the least share of a product's squared norm that was kept."""
     shutil.copytree(adapter, out, ignore=lambda where, names: {"checkpoints", *(n for n in names if "jsonl" in n)})
     stated = json.loads((adapter / Lora.FILE).read_text(encoding="utf-8"))
     held = load_file(adapter / LORA_FILE)
@@ -44,7 +45,7 @@ def shrink(adapter: Path, out: Path, rank: int) -> float:
 
 def _cut(down: Tensor, up: Tensor, rank: int) -> tuple[Tensor, Tensor, float]:
     (before, inner), (after, outer) = torch.linalg.qr(up), torch.linalg.qr(down.T)
-    left, sizes, right = torch.linalg.svd(inner @ outer.T)  # of as few numbers as the rank has
+    left, sizes, right = torch.linalg.svd(inner @ outer.T)  # of small matrices: [rank, rank]
     left, right = before @ left, right @ after.T
     roots = sizes[:rank].sqrt()
     kept = sizes[:rank].square().sum() / sizes.square().sum()

@@ -1,5 +1,8 @@
-"""What the documentation's site (`mkdocs.yml`) makes of the project: README is its home, the reference comes from the
-docstrings of all public names, and a link to a file that has no page becomes the file's path."""
+"""Hooks of the documentation's site (`mkdocs.yml`).
+
+README.md is the home page, the reference is made from the docstrings of all public names, and a link to a file that has
+no page is replaced by the file's path.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ DEFINITION = re.compile(r"(\*{0,2}\w+(?:, \*{0,2}\w+)*):\s+(?=\S)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what is no file of docs/."""
+    """Add the pages and pictures that are not in docs/: home, reference and results."""
     files.append(File.generated(config, HOME, content=(ROOT / "README.md").read_text(encoding="utf-8")))
     files.append(File.generated(config, REFERENCE, content=reference()))
     for picture in sorted((ROOT / PICTURES).glob("*.png")):
@@ -31,7 +34,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite links for the site, and what GitHub's tables need escaped and these do not."""
+    """Rewrite links for the site, and remove the escapes of bars in code, which only GitHub's tables need."""
     folder = "" if page.file.src_uri == HOME else "docs"
     there = {file.src_uri for file in files}
     markdown = LINK.sub(lambda link: _link(link, folder, there), markdown)
@@ -50,18 +53,18 @@ def _link(link: re.Match[str], folder: str, there: set[str]) -> str:
 
 
 def _home(name: str) -> str:
-    """The module that has a public name; a plug-in's is where its class is."""
+    """Return the module of a public name; for a plug-in's name, the module of its class."""
     return ragcache._HOMES.get(name) or str(getattr(ragcache, name).__module__)
 
 
 def reference() -> str:
-    """A page with every public name, by the module that it is from."""
+    """Return the page of the reference: every public name, from its module."""
     names = (f"::: {_home(name)}.{name}" for name in ragcache.__all__)
     return "\n\n".join(["# Python", "Every public name of `ragcache`, to be imported from there.", *names, ""])
 
 
 class Definitions(Extension):
-    """Shows the definitions in a docstring as a list: Markdown would join their lines."""
+    """Extension that shows the definitions in a docstring as a list, as Markdown would join their lines."""
 
     def on_object(self, *, obj: Object, **kwargs: Any) -> None:
         if obj.docstring is not None:
@@ -69,7 +72,7 @@ class Definitions(Extension):
 
 
 def as_list(docstring: str) -> str:
-    """The docstring with `name: what it is`, lines that follow indented, as items of a list."""
+    """Return the docstring with lines `name: meaning`, and their indented further lines, as items of a list."""
     return "\n\n".join(_items(paragraph) for paragraph in docstring.split("\n\n"))
 
 

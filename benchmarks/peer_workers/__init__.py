@@ -1,1 +1,1 @@
-"""One program a peer, each run by the Python of the peer's own environment: it imports what it times, no more."""
+"""A program per peer, run by the Python of the peer's own environment: it imports only the software that it times."""

@@ -1,7 +1,7 @@
-"""What every peer speaks: one JSON object a line, requests over stdin, replies over stdout. Standard library only.
+"""Protocol of every peer: a JSON object per line, requests over stdin, replies over stdout. Standard library only.
 
-The first line is the configuration; the worker replies with its versions and settings once it is ready.
-Times are taken in the worker's own process, from the token ids in hand to the token id on the host.
+The first line is the configuration; the worker replies with its versions and settings when it is ready. Times are taken
+in the worker's process, from the prompt's token ids to the answer's token id on the host.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Protocol, TextIO
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids: passages in their order, then everything after them."""
+    """A prompt as token ids: passages in order, then everything after them."""
 
     passages: Sequence[Sequence[int]]
     suffix: Sequence[int]
@@ -33,8 +33,7 @@ class Prompt:
 class Answer:
     """An answer of a worker.
 
-    first_s, total_s: seconds from the request to the first token and to the last, including the time to keep KV for
-    later
+    first_s, total_s: seconds from the request to the first token and to the end, which includes keeping the KV
     ids:    the answer's tokens, greedily chosen
     reused: tokens of the prompt whose KV already existed
     """
@@ -51,22 +50,22 @@ class Worker(Protocol):
         ...
 
     def read(self, passages: Sequence[Sequence[int]]) -> None:
-        """Prepare passages singly, ahead of any question; do nothing for a peer without such a step."""
+        """Read passages one by one, ahead of all questions; a peer that cannot do so does nothing."""
         ...
 
     def ask(self, variant: str, prompts: Sequence[Prompt], tokens: int) -> list[Answer]:
-        """Answer prompts that come at the same moment, `tokens` each. Seconds count from that moment."""
+        """Answer prompts that arrive at the same moment, by `tokens` tokens each. Seconds count from that moment."""
         ...
 
     def replay(
         self, variant: str, prompts: Sequence[Prompt], tokens: Sequence[int], at: Sequence[float]
     ) -> list[Answer]:
-        """Answer prompts that come `at` seconds from now, `tokens` each. Seconds count from then."""
+        """Answer prompts that arrive `at` seconds from now, by `tokens` tokens. Seconds count from their arrival."""
         ...
 
 
 def serve(make: Callable[[dict[str, Any]], Worker]) -> None:
-    """Answer requests until stdin ends. What libraries print goes to stderr."""
+    """Answer requests until stdin ends, and exit with status 1 after an error. Output of libraries goes to stderr."""
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as replies:
         os.dup2(2, 1)
         try:
@@ -81,7 +80,7 @@ def serve(make: Callable[[dict[str, Any]], Worker]) -> None:
 
 
 def _handle(worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
-    gc.collect()  # outside the clock
+    gc.collect()  # before the time is taken
     if request["do"] == "read":
         started = time.perf_counter()
         worker.read(request["passages"])

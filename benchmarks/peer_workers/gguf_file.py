@@ -1,8 +1,8 @@
-"""A Llama checkpoint in Hugging Face's layout as a GGUF file. Needs the packages gguf and safetensors, not torch.
+"""Write a Llama checkpoint in Hugging Face's layout as a GGUF file. Needs gguf and safetensors, not torch.
 
-The file's tensor names and keys are those of llama.cpp's documentation of GGUF. Two things differ from the checkpoint:
-rows of the query and key projections stand pairwise, since llama.cpp rotates neighbouring values where transformers
-rotates halves; and the vocabulary is filled up with unused tokens where the tokenizer has fewer than the model.
+The file's tensor names and keys are those of llama.cpp's documentation of GGUF. It differs from the checkpoint in two
+ways: rows of the query and key projections are in pairs, since llama.cpp rotates neighbouring values where transformers
+rotates halves; and if the tokenizer has fewer tokens than the model, unused tokens are added to the vocabulary.
 """
 
 from __future__ import annotations

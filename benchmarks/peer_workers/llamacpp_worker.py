@@ -1,8 +1,8 @@
 """llama.cpp through llama-cpp-python, with its prompt cache (`LlamaRAMCache`).
 
-Runs in the environment that `scripts/peers-environment` makes for it; nothing of ragcache is imported. Asked as
-`Llama.create_completion` asks itself, less the text: the cached state with the longest common prefix is loaded where it
-is longer than what the context holds, and kept after the answer.
+Runs in the environment that `scripts/peers-environment` makes for it, and imports nothing of ragcache. It does the work
+of `Llama.create_completion` without the text: before an answer the cached state with the longest common prefix is
+loaded, if the context holds a shorter prefix; after the answer the state is kept.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class LlamaCppWorker:
         return
 
     def ask(self, variant: str, prompts: Sequence[Prompt], tokens: int) -> list[Answer]:
-        """Answer in turn: the Python binding serves a single sequence. Seconds of later answers include waiting."""
+        """Answer the prompts in turn, as the Python binding runs a single sequence; seconds include the waiting."""
         started = time.perf_counter()
         return [self._answer(prompt.ids, tokens, started) for prompt in prompts]
 
@@ -79,7 +79,10 @@ class LlamaCppWorker:
         return Answer(first_s, time.perf_counter() - started, ids, reused)
 
     def _recall(self, prompt: list[int]) -> int:
-        """Return the prompt's tokens that the context holds after this; `generate` always reads the last token."""
+        """Load the best cached state, and return the number of the prompt's tokens that the context holds.
+
+        `generate` always reads the last token.
+        """
         llama = self._llama
         held = Llama.longest_token_prefix(llama._input_ids.tolist(), prompt)
         try:

@@ -1,7 +1,7 @@
 """ragcache's engine inside llama.cpp, without its retrieval: states from the KV store, placed for each prompt.
 
-Variants: "memory" and "disk" say which tier holds the states. The second begins as after a restart: no sequence and no
-block is in memory.
+The variants "memory" and "disk" name the tier that holds the states. "disk" begins as after a restart: no sequence and
+no block is in memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`ragcache serve` as a user runs it, asked over HTTP: what the server adds to the engine of `ragcache_worker`.
+"""`ragcache serve` as a user runs it, over HTTP. Compared with `ragcache_worker`, it shows the cost of the server.
 
-Every token id becomes a word that the tokenizer reads as this id again, so that texts are as long as the prompts of the
-other peers. A request carries its passages in the field `documents`, the rest as the user's message. Seconds count from
-the request to the first piece of the answer and to the last, as the client sees them.
+Every token id becomes a word that the tokenizer reads as this id, so that prompts are as long as those of the other
+peers. A request has its passages in the field `documents`, and everything else as the user's message. Seconds count
+from the request to the first piece of the answer and to the last, as the client receives them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.peer_workers.channel import Answer, Prompt, serve
 
 MOST_AT_ONCE = 64
 MOST_DOCUMENTS = 8
-"""Passages of a request that only has them read: as many as a question has, so that no context is too long."""
+"""Passages in a request that only reads passages: as many as a question has, so that no context is too long."""
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
@@ -96,8 +96,7 @@ class RagCacheServerWorker:
         return Answer(first_s, time.perf_counter() - started, ids, found)
 
     def _stream(self, variant: str, prompt: Prompt, tokens: int) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of an answer. Raises httpx.HTTPStatusError (the request was refused), RuntimeError (an error
-        in the stream)."""
+        """Yield the chunks of an answer. Raises RuntimeError for a refused request, or an error in the stream."""
         body = {
             "model": self._name,
             "messages": [{"role": "user", "content": words(prompt.suffix)}],

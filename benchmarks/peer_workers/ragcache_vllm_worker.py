@@ -1,7 +1,8 @@
 """vLLM over ragcache's blocks: the engine of `vllm_worker`, with the connector of `ragcache_vllm`.
 
-Runs in the environment that `scripts/peers-environment` makes for vLLM. Blocks come from files of the store, verified
-for every request, as they do behind `ragcache vllm`. What was never read is encoded and stored first, in this process.
+Runs in the environment that `scripts/peers-environment` makes for vLLM. Blocks are loaded from the store's files and
+verified for every request, as by `ragcache vllm`. Passages that were never read are encoded and stored first, in this
+process.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ragcache_vllm.request_layout import RequestLayout
 
 
 class RagCacheVLLMWorker(VLLMWorker):
-    """Its only variant is `reposition`."""
+    """A worker whose only variant is `reposition`."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         torch.set_num_threads(config["threads"])

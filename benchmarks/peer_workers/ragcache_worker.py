@@ -1,5 +1,7 @@
-"""ragcache's own engine without its retrieval: the memory tier of the KV store, contexts that questions share, fused
-prefill, decoding; the prefix tree for `full`."""
+"""ragcache's own engine without retrieval: memory tier, contexts that questions share, fused prefill and decoding.
+
+The method `full` uses the prefix tree.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ class RagCacheWorker:
 
     @team_ends()
     def read(self, passages: Sequence[Sequence[int]]) -> None:
-        """Encode like ingestion, in batches that suit the device; held in memory alone: no disk is compared here."""
+        """Encode the passages as ingestion does, in batches that suit the device, and keep their blocks in memory."""
         size = max(1, self._encoder.batch_tokens // max(len(passage) for passage in passages))
         for start in range(0, len(passages), size):
             self._keep(passages[start : start + size])
@@ -106,7 +108,10 @@ class RagCacheWorker:
     def _over_context(
         self, leases: ExitStack, method: FusionMethod, prompt: Prompt, tokens: int
     ) -> tuple[FuseOutput, int]:
-        """Read over the passages as an earlier question placed them, if any did."""
+        """Read the prompt over a context that an earlier question left, or place the passages' blocks.
+
+        Returns the output, and the number of tokens whose KV existed.
+        """
         key = (repr(method), tuple(map(tuple, prompt.passages)))
         seat = leases.enter_context(self._contexts.admit(key, self._need(prompt, tokens), NO_LIMIT, keep=True))
         with seat.placing(NO_LIMIT) as tell:
@@ -140,7 +145,7 @@ class RagCacheWorker:
         self._tree.insert(NAMESPACE, [*prompt.ids, *answer[:-1]], read_cache(fused.cache))
 
     def _blocks(self, passages: Sequence[Sequence[int]]) -> tuple[list[KVBlock], int]:
-        """Return blocks in order, and how many of their tokens existed; the others are computed now, and kept."""
+        """Return the passages' blocks, and the number of tokens in those that existed; the others are made and kept."""
         found = [self._store.get(self._encoder.key(passage)) for passage in passages]
         reused = sum(loaded.block.num_tokens for loaded in found if loaded is not None)
         made = iter(self._keep([ids for ids, loaded in zip(passages, found, strict=True) if loaded is None]))

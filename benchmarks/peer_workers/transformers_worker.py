@@ -1,4 +1,4 @@
-"""transformers alone: `generate` with a cache of its own for every question, nothing kept from one to the next."""
+"""transformers alone: `generate` with a new cache for every question."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TransformersWorker:
         return
 
     def ask(self, variant: str, prompts: Sequence[Prompt], tokens: int) -> list[Answer]:
-        """Answer prompts of equal length as a batch, others singly; seconds of later answers include their waiting."""
+        """Answer prompts of equal length as a batch, others in turn; seconds include the waiting."""
         started = time.perf_counter()
         if len({len(prompt.ids) for prompt in prompts}) == 1:
             return self._batch(prompts, tokens, started)

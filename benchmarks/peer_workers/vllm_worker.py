@@ -1,6 +1,6 @@
-"""vLLM on the CPU, with its automatic prefix caching: the engine behind `LLM`, asked for token ids step by step.
+"""vLLM on the CPU with its automatic prefix caching: the engine of `LLM`, run step by step on token ids.
 
-Runs in the environment that `scripts/peers-environment` makes for vLLM; nothing of ragcache is imported.
+Runs in the environment that `scripts/peers-environment` makes for vLLM, and imports nothing of ragcache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 class VLLMWorker:
     def __init__(self, config: dict[str, Any]) -> None:
-        # Read when vLLM is imported. Cores are named: by default, vLLM keeps one free for a server's front end.
+        # vLLM reads these when it is imported. By default it would leave a core free for a server's front end.
         cores = sorted(os.sched_getaffinity(0))[: config["threads"]]
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(config["kv_bytes"] / GIB)))
@@ -48,7 +48,7 @@ class VLLMWorker:
         self._asked = 0
 
     def options(self) -> dict[str, Any]:
-        """Further options of the engine."""
+        """Return further options of the engine."""
         return {}
 
     def extra(self, prompt: Prompt) -> dict[str, Any] | None:
@@ -56,7 +56,7 @@ class VLLMWorker:
         return None
 
     def prepare(self, prompt: Prompt) -> int:
-        """Prepare a request that has arrived; return how many of its tokens were read for that."""
+        """Prepare a request that has arrived, and return how many of its tokens were read to do so."""
         return 0
 
     def about(self) -> dict[str, Any]:

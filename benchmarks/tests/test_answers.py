@@ -1,4 +1,6 @@
-"""Answers of a model to question sets: choice of questions, a run that was stopped, figures against hand-made ones."""
+"""Answers of a model to question sets: the choice of questions, a stopped run, and figures against figures made by
+hand.
+"""
 
 import gzip
 import json
@@ -51,7 +53,9 @@ def write_lines(path: Path, rows: list[dict[str, object]]) -> None:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    """A set that names positions of its gold passage, one that does not, and one over a corpus."""
+    """Return a directory with a set that names positions of its gold passage, a set that does not, and a set over a
+    corpus.
+    """
     folder = tmp_path_factory.mktemp("data")
     moved = {"meta": {"gold_positions": [0, 1, 2, 3, 4]}}
     write_lines(folder / "dev/moved.jsonl.gz", [question(number, **moved) for number in range(7)])
@@ -114,7 +118,7 @@ def test_a_run_that_was_killed_goes_on_as_one_that_was_not(arguments, tmp_path, 
 
 def test_time_that_is_up_ends_a_run_between_questions_and_the_report_says_so(arguments, tmp_path, monkeypatch):
     clock = count()
-    monkeypatch.setattr(answers, "time", SimpleNamespace(monotonic=lambda: next(clock)))  # a second a question
+    monkeypatch.setattr(answers, "time", SimpleNamespace(monotonic=lambda: next(clock)))  # each question takes a second
     found = main("answers", [*arguments, "--minutes", str(2.5 / 60)])
     assert {row["questions"] for row in found.figures["rows"] if row["set"] == "plain"} == {1}
     assert {row["questions"] for row in found.figures["rows"] if row["set"] == "all"} == {2}
@@ -167,7 +171,7 @@ def test_questions_of_a_set_are_chosen_by_hash_and_positions_go_round(data):
 
 def test_passages_without_the_answer_are_dropped_from_the_end_where_a_prompt_is_too_long(data, tiny):
     form = short_answers(tiny)
-    case = choose("moved", data, 0)[3]  # gold stands fourth
+    case = choose("moved", data, 0)[3]  # the gold passage is fourth
     for context in range(1, 500):
         less = fitted(case, tiny, form, context)
         wanted = [p for p in case.passages if less and p in less.passages]
@@ -202,7 +206,7 @@ def test_bad_data_is_named(data, tmp_path, tiny_directory):
 
 
 def test_kl_is_taken_along_full_prefills_own_answer(arguments, tmp_path, tiny, tiny_directory, data):
-    """Against plain transformers: the answer's tokens are more of the suffix under a block-diagonal mask."""
+    """The oracle is plain transformers: the answer's tokens are part of the suffix, under a block-diagonal mask."""
     main("answers", [*arguments, "--questions", "1", "--sets", "plain"])
     lines = [json.loads(line) for line in (tmp_path / "found.journal.jsonl").read_bytes().splitlines()[1:]]
     found = {line["method"]: line for line in lines}
@@ -245,7 +249,9 @@ def score(source: str, number: int, method: str, right: bool, kl: float, share: 
 
 
 def made() -> list[Score]:
-    """Set "a" has four questions, "b" two; full prefill answers 3 and 1, `reposition` 2 and 1."""
+    """Return scores: set "a" has four questions, "b" two; full prefill answers 3 and 1 of them right, `reposition` 2
+    and 1.
+    """
     found = []
     for source, full, own in (("a", (1, 1, 1, 0), (1, 1, 0, 0)), ("b", (1, 0), (0, 1))):
         for number, (right, ours) in enumerate(zip(full, own, strict=True)):

@@ -1,4 +1,4 @@
-"""The benchmark of many askers runs, compares the answers, and states its goals."""
+"""The benchmark of many askers runs, compares the answers, and reports its goals."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The runner: settings from the command line, a journal that a killed run goes on from, names that do not exist."""
+"""The runner: settings from the command line, a journal that continues a killed run, and unknown names."""
 
 import json
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ DECODE = ["--shape=toy", "--context=30", "--tokens=4", "--rounds=3"]
 
 @dataclass(frozen=True)
 class Settings:
-    """Every kind of setting."""
+    """A setting of every kind."""
 
     path: Path
     count: int = 3

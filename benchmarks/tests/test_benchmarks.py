@@ -1,4 +1,4 @@
-"""Every benchmark at toy size: it runs, checks its own answers and writes what it should. Nothing here is timed."""
+"""Every benchmark at toy size runs, checks its own answers and writes its results. Times are not tested."""
 
 import json
 from pathlib import Path
@@ -138,7 +138,7 @@ def test_alternate_runs_long_variants_in_some_rounds_and_pairs_by_round(monkeypa
 
 
 def test_a_sample_that_the_hypervisor_interrupted_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three runs lose half, a tenth and none of the processors' time; the clock stands still but for `run`."""
+    """Three runs lose half, a tenth and none of the processors' time; the clock advances only in `run`."""
     now, stolen, lost = [0.0], [0.0], iter([0.0, 0.5, 0.1, 0.0])
     monkeypatch.setattr(timing, "stolen_s", lambda: stolen[0])
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
@@ -204,8 +204,9 @@ def test_documents_have_the_tokens_asked_for() -> None:
 
 @pytest.mark.parametrize(("passages", "loads"), [(2, 1), (10, 1), (10, 3)])
 def test_vllms_connector_launches_one_kernel_a_layer_and_copies_nothing(tmp_path: Path, passages, loads) -> None:
-    """Whatever the number of blocks, and of requests in a step. The plain way copies two tensors a layer to the pages'
-    device, and joins them before."""
+    """This does not depend on the number of blocks, or of requests in a step. The plain way copies two tensors per
+    layer to the pages' device, and joins them before.
+    """
     pytest.importorskip("triton", reason="counts launches")
     layers = 2
     with Bench(build("toy"), passages, 20, 6, tmp_path, seed=0) as bench:
@@ -218,7 +219,7 @@ def test_vllms_connector_launches_one_kernel_a_layer_and_copies_nothing(tmp_path
 
 
 def test_placing_costs_two_copies_a_block_and_a_rotation(tmp_path: Path) -> None:
-    """Counts do not depend on the machine's load: needless work on the hot path fails here first."""
+    """Counts of operations do not depend on the machine's load: needless work on the hot path is found here first."""
     with Bench(build("toy"), 5, 20, 6, tmp_path, seed=0) as bench:
         counts = op_counts.profile(bench)
     layers, blocks = 2, 5
@@ -239,7 +240,7 @@ def test_a_random_model_of_a_shape_loads_as_any_other(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_reuse(tmp_path: Path) -> None:
-    """Passages that are known are found by every client."""
+    """All clients find passages that are known."""
     result = main("reuse", ["--passages=3", "--characters=500", "--indexed=200", "--out", str(tmp_path)])
     shares = {(name, method): own for name, method, *own in written(tmp_path, result.name)["figures"]["shares"]}
     assert all(0 <= share <= 1 for both in shares.values() for own in both for share in own)
@@ -253,7 +254,7 @@ def test_reuse(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("passages", "characters"), [(2, 300), (3, 500)])
 def test_reuse_of_learnt_text(tmp_path: Path, passages: int, characters: int) -> None:
-    """Passages that a stock chain sends are learnt, short paragraphs too. A run that was killed goes on."""
+    """Passages in a stock chain's prompt are learnt, short paragraphs too. A killed run is continued."""
     size = [f"--passages={passages}", f"--characters={characters}", "--indexed=200", "--ways=stuff chain, documents no"]
     journal = tmp_path / "reuse.journal.jsonl"
     settings = {"model": "mini", "ways": "stuff chain, documents no", "passages": passages, "characters": characters}
@@ -270,7 +271,7 @@ def test_reuse_of_learnt_text(tmp_path: Path, passages: int, characters: int) ->
 
 @pytest.mark.slow
 def test_context(tmp_path: Path) -> None:
-    """A day's prompts share less than a third with each other's beginnings, and most of their text."""
+    """A day's prompts have less than a third in common beginnings, but share most of their text."""
     result = main("context", ["--documents=4", "--chats=12", "--steps=8", "--out", str(tmp_path)])
     *_, (name, tokens, learnt, prefixes) = written(tmp_path, result.name)["figures"]["shares"]
     assert (name, tokens > 10_000) == ("the day", True)

@@ -1,4 +1,4 @@
-"""What a benchmark has to show before it says "met": pairs, an interval, a quiet machine, the commit's own code."""
+"""Conditions of the verdict "met": enough pairs, an interval, a quiet machine, and the commit's own code."""
 
 import json
 import subprocess
@@ -63,7 +63,7 @@ def test_what_is_counted_does_not_depend_on_the_load() -> None:
 
 
 def test_an_older_file_is_judged_by_what_it_tells() -> None:
-    """The recorded run that was called met: 3 pairs, a loaded machine, changes that no commit holds."""
+    """The file's run was called met, with 3 pairs, on a loaded machine, with changes that no commit holds."""
     what = "reposition: memory tier / transformers: full prefill"
     goal = {"what": what, "kind": "at most", "limit": 0.02, "measured": 0.0198, "applies": True, "met": True}
     hardware = {"load_1min": 2.94, "threads": 2, "commit": "050ff8e-dirty"}
@@ -87,7 +87,7 @@ def test_a_result_states_its_run(tmp_path: Path) -> None:
 
 
 def test_code_that_is_not_committed_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results and pages, which a run writes before the next one begins, are no code."""
+    """Results and pages, which a run writes before the next run begins, do not count as code."""
 
     def git(*arguments: str) -> None:
         subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], cwd=tmp_path, check=True)

@@ -1,4 +1,4 @@
-"""The kit for a card: stages with limits, a run that goes on where it stopped, and its page."""
+"""The benchmark `gpu`: stages with limits, a run that continues where it stopped, and its page."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ def stage(name: str, code: str, limit_s: float = 60) -> Stage:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch):
-    """Runs the kit over these stages; returns the outcomes and the page."""
+    """Return a function that runs the benchmark with given stages, and returns their outcomes and the written page."""
 
     def kit(every: list[Stage], out: Path, *options: str) -> tuple[dict[str, Outcome], str]:
         monkeypatch.setattr(gpu, "stages", lambda *_: iter(every))
@@ -74,7 +74,7 @@ def test_the_page_has_the_measured_ratios_beside_the_goals(run, tmp_path: Path) 
 
 
 def test_every_stage_names_a_program_that_takes_its_options(tmp_path: Path) -> None:
-    """The command lines are parsed by the benchmarks themselves; nothing is measured."""
+    """The benchmarks themselves parse the command lines; nothing is measured."""
     real = {"model": tmp_path, "data": tmp_path, "rows": tmp_path}
     parsed = []
     for quick in (True, False):
@@ -87,7 +87,7 @@ def test_every_stage_names_a_program_that_takes_its_options(tmp_path: Path) -> N
 
 
 def test_stages_inside_vllm_are_skipped_with_a_reason(tmp_path: Path) -> None:
-    """Where vLLM is not there; without --vllm there are none."""
+    """They are skipped if there is no vLLM, and do not exist without --vllm."""
 
     def inside(vllm: str | None) -> list[Stage]:
         return [one for one in gpu.stages(Settings(vllm=vllm), tmp_path) if one.name.startswith("vllm")]

@@ -1,4 +1,4 @@
-"""The pages that are written from results."""
+"""The pages that are written from the results."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_sections_are_written_anew(tmp_path: Path):
 
 
 def test_the_page_of_methods_is_up_to_date(tmp_path: Path):
-    """Its table of methods is the one that the command writes, and every method has a part of its own."""
+    """Its table equals the one that the command writes, and every method has a section."""
     page = Path(tmp_path / "methods.md")
     text = METHODS_PAGE.read_text(encoding="utf-8")
     page.write_text(text, encoding="utf-8")
@@ -31,7 +31,7 @@ def test_the_page_of_methods_is_up_to_date(tmp_path: Path):
 
 
 def test_pages_are_written_out_of_the_results(tmp_path: Path):
-    """The committed pages hold what the committed results say."""
+    """The committed pages agree with the committed results."""
     committed = {page: tmp_path / page.relative_to(pages.ROOT) for page in (METHODS_PAGE, COSTS_PAGE, RESULTS_PAGE)}
     for page, copy in committed.items():
         copy.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The comparison with other programs: streams, counting, and the driver with peers that need no other environment."""
+"""The comparison with other programs: streams, counts, and the driver with peers that need no other environment."""
 
 import json
 from pathlib import Path
@@ -88,7 +88,7 @@ def test_rows_that_compute_something_else_are_left_out_of_the_ratios():
 
 @pytest.mark.slow
 def test_answers_are_those_of_plain_transformers(tmp_path: Path):
-    """Both peers that need no other environment, over their own channel."""
+    """Both peers that need no other environment are asked over their own channel."""
     write_checkpoint(tmp_path / "model", "toy", sharp=True)
     streams = Streams(SIZES)
     prompts = [streams.prompt(streams.new(0)), streams.prompt(streams.again(0))]
@@ -118,7 +118,7 @@ def test_answers_are_those_of_plain_transformers(tmp_path: Path):
 
 
 def test_wrongly_paired_keys_choose_other_tokens():
-    """What the check prompts are for: llama.cpp rotates neighbours, transformers halves; see gguf_file.py."""
+    """The check prompts find this fault: llama.cpp rotates neighbours, transformers halves; see gguf_file.py."""
     streams = Streams(SIZES)
     prompts = [streams.prompt(streams.new(number)) for number in range(3)]
     rows = [[*(id for passage in one["passages"] for id in passage), *one["suffix"]] for one in prompts]
@@ -181,7 +181,7 @@ def test_an_unknown_peer_is_refused(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ["vllm", "llamacpp"])
 def test_other_programs_compute_what_transformers_computes(name: str, tmp_path: Path):
-    """The same tokens in float32, and whatever stood before is found again. vLLM compiles at its first start."""
+    """Tokens are equal in float32, and earlier prompts are found again. vLLM compiles at its first start."""
     environments = ROOT / ".peers"
     if not (environments / name / "ready").is_file():
         pytest.skip(f"scripts/peers-environment made no environment of {name}")

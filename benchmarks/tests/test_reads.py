@@ -1,4 +1,4 @@
-"""How often the host reads a tensor's value while a method reads a prompt: on a GPU it waits each time."""
+"""How often the host reads a tensor's value while a method reads a prompt: on a GPU, each read waits for the device."""
 
 from collections import Counter
 from unittest import mock

@@ -1,4 +1,4 @@
-"""README's picture of the first token: it shows the recorded medians, and the page and the file agree with them."""
+"""README's picture of the first token shows the recorded medians, and page and file agree with them."""
 
 import json
 from pathlib import Path

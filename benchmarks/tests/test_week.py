@@ -1,4 +1,4 @@
-"""The week: tokens found by kind against plain counts, the replay's figures, and how it refuses."""
+"""The benchmark `week`: tokens found by kind against plain counts, the replay's figures, and refusals."""
 
 import json
 from collections import OrderedDict
@@ -16,7 +16,9 @@ from ragcache_plan.logs import KINDS, LoggedRequest, Part, read_log
 
 @pytest.fixture
 def log(tmp_path) -> Path:
-    """Sixty requests over three days: two system prompts, of which the last part changes, and popular passages."""
+    """Return the path of a log of sixty requests over three days: two system prompts whose last part changes, and
+    popular passages.
+    """
     random = np.random.default_rng(0)
     lengths = {f"p{number}": int(random.integers(8, 40)) for number in range(30)}
     path = tmp_path / "log.jsonl"
@@ -35,7 +37,9 @@ def log(tmp_path) -> Path:
 
 
 def plain_count(path: Path, room: int) -> tuple[int, int]:
-    """Tokens of passages found by LRU, request by request, and of system prompts by an unlimited prefix cache."""
+    """Return the passage tokens found by LRU, request by request, and the system prompts' tokens found by an unlimited
+    prefix cache.
+    """
     held: OrderedDict[str, int] = OrderedDict()
     seen: set[tuple[str, ...]] = set()
     found = system = 0

@@ -1,4 +1,4 @@
-"""The examples run, from any folder, and their figures are right; the page about them names them all."""
+"""The examples run from any folder, and print right figures; their page names all of them."""
 
 import json
 import os
@@ -23,7 +23,7 @@ needs_mini = pytest.mark.skipif(
 
 
 def run(name: str, folder: Path) -> str:
-    """Its standard output, run as a user does, in a folder that holds nothing else."""
+    """Run an example as a user does, in an otherwise empty folder, and return its standard output."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name)],

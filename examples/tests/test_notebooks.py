@@ -1,4 +1,4 @@
-"""The notebooks run, cell by cell, and say what their text promises."""
+"""The notebooks run cell by cell, and their outputs agree with their texts."""
 
 import os
 import re
@@ -28,7 +28,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module", autouse=True)
 def own_settings(tmp_path_factory):
-    """No kernel, configuration or history of whoever runs the tests."""
+    """Run without the kernels, configuration and history of the user who runs the tests."""
     home = tmp_path_factory.mktemp("jupyter")
     with pytest.MonkeyPatch.context() as patch:
         for name in ("JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
@@ -146,7 +146,7 @@ def test_the_next_process_reads_blocks_from_disk(fused_prefill):
 
 
 def table(printed: str) -> dict[str, tuple[int, int, float]]:
-    """method: right, same as full prefill, share computed."""
+    """Return a table's cells by method: right, same as full prefill, share computed."""
     rows = re.findall(r"^(\w+) +(\d+)/8 +(\d+)/8 +(\d+)%$", printed, re.M)
     return {method: (int(right), int(same), int(share) / 100) for method, right, same, share in rows}
 

@@ -1,9 +1,9 @@
 """Train the bundled mini model: `python -m tools.mini.base --out DIR`.
 
-One process a CPU core (each with one thread, gradients averaged), or one process on a GPU. Weights and optimizer are
-float32, the passes run in bfloat16 (`--dtype float32` on a processor without instructions for it: ten times as fast
-there). Every batch depends on the seed, the step and the process alone, so a run that is stopped goes on from its last
-checkpoint as if nothing had happened.
+On a CPU, each core runs a process with a thread, and gradients are averaged; on a GPU a single process runs. Weights
+and optimizer are float32, and passes run in bfloat16 (`--dtype float32` is ten times as fast on a processor without
+bfloat16 instructions). Every batch depends on the seed, the step and the process alone, so a run that was stopped
+continues from its last checkpoint with the same results.
 """
 
 from __future__ import annotations
@@ -36,8 +36,12 @@ from tools.mini.tokenizer import BOS, EOS, MAX_LENGTH, PAD, build_tokenizer, sav
 
 @dataclass(frozen=True)
 class Options:
-    """dtype: of the passes; final_tokens: tokens of the last stage, over which the learning rate falls to zero;
-    accuracy_decay: of the running accuracy of a stage, a batch."""
+    """Options of a run.
+
+    dtype:          dtype of the passes
+    final_tokens:   tokens of the last stage, over which the learning rate falls to zero
+    accuracy_decay: decay of a stage's running accuracy, per batch
+    """
 
     out: str
     seed: int = 1
@@ -62,7 +66,7 @@ class Options:
 
 @dataclass
 class Progress:
-    """Where a run stands; written beside each checkpoint."""
+    """The progress of a run, which each checkpoint holds."""
 
     step: int = 0
     tokens: int = 0
@@ -74,7 +78,7 @@ class Progress:
 
 
 def build_model(options: Options, vocab_size: int) -> Any:
-    """A fresh LlamaForCausalLM that copies by match."""
+    """Return a new LlamaForCausalLM with initial weights that copy by match."""
     config = LlamaConfig(
         vocab_size=-(-vocab_size // 64) * 64,
         hidden_size=options.hidden_size,
@@ -94,7 +98,7 @@ def build_model(options: Options, vocab_size: int) -> Any:
 
 
 class Trainer:
-    """One process of the run. `master` holds the float32 weights, `model` their copy that is run."""
+    """A process of the run. `master` holds the float32 weights, `model` the copy of them that runs."""
 
     def __init__(self, options: Options, rank: int, world_size: int) -> None:
         self.options, self.rank, self.world_size = options, rank, world_size
@@ -130,7 +134,7 @@ class Trainer:
             self._save()
 
     def _start(self) -> Any:
-        """The model to start from, in float32."""
+        """Return the model to start from, in float32."""
         return build_model(self.options, self.tokenizer.get_vocab_size())
 
     def _accuracies(self) -> list[float]:
@@ -143,7 +147,7 @@ class Trainer:
         save_model(self.master, self.tokenizer, self.out)
 
     def _draw(self, rng: random.Random) -> tuple[Tensor, PackedBatch]:
-        """The batch of one step, and what each of its questions counts as: int64 [batch, num_questions]."""
+        """Return the stage that each question counts for, int64 [batch, num_questions], and the batch of a step."""
         stage = draw_stage(rng, self.progress.stage)
         batch = BatchMaker(self.tokenizer, rng).draw(STAGES[stage])
         return torch.full(batch.question_ids.shape[:2], stage), batch
@@ -193,7 +197,7 @@ class Trainer:
         self.adam.step(self.options.adam_lr * factor)
 
     def _schedule(self) -> float:
-        """Warm-up, constant, then linear to zero over the last stage."""
+        """Return the learning rate's factor: warm-up, then constant by stage, then linear to zero in the last stage."""
         factor = min(1.0, (self.progress.step + 1) / self.options.warmup_steps) * STAGES[self.progress.stage].rate
         if self.progress.stage == len(STAGES) - 1:
             factor *= max(0.0, 1.0 - self.progress.stage_tokens / self.options.final_tokens)
@@ -214,7 +218,7 @@ class Trainer:
         self._advance()
 
     def _advance(self) -> None:
-        """Go on to the next stage once this one is learned."""
+        """Go on to the next stage if the current stage is learned."""
         progress = self.progress
         passed = progress.accuracy[progress.stage] >= STAGES[progress.stage].threshold
         if passed and progress.stage_step >= self.options.min_stage_steps:
@@ -244,7 +248,7 @@ class Trainer:
         os.replace(target.with_suffix(".new"), target)
 
     def _state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds."""
+        """Return the tensors of a checkpoint."""
         state = {f"model/{name}": p.detach() for name, p in self.master.named_parameters()}
         state |= {f"muon/{name}": tensor for name, tensor in self.muon.state_dict().items()}
         return state | {f"adam/{name}": tensor for name, tensor in self.adam.state_dict().items()}
@@ -291,7 +295,7 @@ def _work(rank: int, trainer: type[Trainer], options: Options, world_size: int, 
 
 
 def train(options: Options, trainer: type[Trainer] = Trainer) -> None:
-    """Run to the end, or on from the last checkpoint in `options.out`."""
+    """Train to the end, from the last checkpoint in `options.out` if there is one."""
     world_size = options.workers if options.device == "cpu" else 1
     if world_size == 1:
         return _work(0, trainer, options, 1, "")

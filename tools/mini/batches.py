@@ -20,19 +20,19 @@ from tools.mini.tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS, SYSTEM_LINE, tok
 IGNORED = -100
 ALIKE_SHARE = 0.7
 ALIKE = (("person", "town"), ("person", "club"), ("person", "town"), ("town", "river"), ("club", ""), ("river", ""))
-"""Kinds of the passages in contexts of like entities, and the fact that leads to a second kind."""
+"""For contexts of entities of the same kind: this kind, and the relation that leads to a second kind, if any."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One distribution of the curriculum.
+    """A stage of the curriculum: a distribution of training rows.
 
-    kind: "copy" (random tokens, then a part of them again), "sentences" (one sentence a passage, asked for by the name
-    or by the answer up to the value), "completions" (the same over whole passages) or "questions".
-    passages: least and largest number of passages in a context.
-    two_hop_share: share of batches whose questions need two documents.
-    threshold: the share of answers that must be exactly right before the next stage joins.
-    rate: of learning, as a share of the run's.
+    kind: "copy" (random tokens, then a part of them again), "sentences" (a passage is a sentence; the name, or the
+        answer up to the value, asks for it), "completions" (the same over whole passages) or "questions"
+    passages: least and largest number of passages in a context
+    threshold: share of answers that must be exactly right before the next stage begins
+    rate: learning rate, as a share of the run's
+    two_hop_share: share of batches whose questions need two documents
     """
 
     name: str
@@ -46,14 +46,14 @@ class Stage:
 
 
 class Encoded(NamedTuple):
-    """context: ids of prefix and passages; questions: (suffix ids, answer ids with the end) each."""
+    """A row as ids. context: of prefix and passages; questions: (suffix, answer with the end) of each"""
 
     context: list[int]
     questions: list[tuple[list[int], list[int]]]
 
 
 class BatchMaker:
-    """Draws batches; everything depends on the seed of `rng` alone."""
+    """Draws batches, which depend on the seed of `rng` alone."""
 
     def __init__(self, tokenizer: Tokenizer, rng: random.Random) -> None:
         self.tokenizer = tokenizer
@@ -70,7 +70,7 @@ class BatchMaker:
         return self.pack(rows)
 
     def pack(self, rows: Sequence[Encoded]) -> PackedBatch:
-        """Pad `rows`, which have the same number of questions."""
+        """Return the rows as a padded batch. All rows must have the same number of questions."""
         context_len = max(len(row.context) for row in rows)
         question_len = max(len(suffix) + len(answer) - 1 for row in rows for suffix, answer in row.questions)
         contexts, questions, labels = [], [], []
@@ -102,7 +102,10 @@ class BatchMaker:
         return Encoded(context, spans)
 
     def _sentences_row(self, num_questions: int, passages: int) -> Encoded:
-        """One fact of the same relation about each of several like entities; the answer up to the value is given."""
+        """Return sentences with the same relation of several entities of the same kind, and questions for the values.
+
+        A question is the name, or the answer up to the value.
+        """
         world = registry.draw_world(self.rng, registry.DataSplit.TRAIN, passages * WORLD_A_PASSAGE)
         kind = self.rng.choice(ALIKE)[0]
         relation = self.rng.choice(RELATIONS[kind])
@@ -141,9 +144,9 @@ class BatchMaker:
 def draw_plain(
     rng: random.Random, hops: int, passages: int, num_questions: int
 ) -> tuple[list[registry.Article], list[registry.Question]]:
-    """Draw documents of the training split, most often of like entities, and questions that need `hops` of them.
+    """Draw documents of the training split, mostly of entities of the same kind, and questions that need `hops` each.
 
-    Where the documents answer fewer questions, some are asked again in other words.
+    If the documents answer too few questions, some are asked again in other words.
     """
     found: list[registry.Question] = []
     while not found:
@@ -167,9 +170,9 @@ def _questions(
 
 
 def _alike(rng: random.Random, world: registry.World, hops: int, passages: int) -> list[str]:
-    """Entities of one kind, or pairs of two kinds in which the first refers to the second.
+    """Return the names of entities of the same kind, or of pairs in which the first entity refers to the second.
 
-    Only the name tells which passage a question is about, so the kind of the answer is no short cut.
+    Then only the name tells which passage a question is about: the kind of the answer does not help to guess.
     """
     kind, relation = rng.choice(ALIKE)
     entities = [entity for entity in world.entities.values() if entity.kind == kind]

@@ -1,7 +1,7 @@
 """The example corpus, of entities held out from training: `python -m tools.mini.corpus --out examples/corpus`.
 
-One file an entity, most in Markdown, some in HTML and PDF (which needs reportlab). Beside the folder, a file
-`<folder>_questions.jsonl` asks about it: question, answer, hops and the files that hold the answer, in order.
+Each entity has a file, most in Markdown, some in HTML and PDF (which needs reportlab). Beside the folder, a file
+`<folder>_questions.jsonl` has questions about it: question, answer, hops and the files that hold the answer, in order.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ NUM_RIVERS, TOWNS_A_RIVER, PEOPLE_A_TOWN, PEOPLE_A_CLUB = 20, (2, 3), (2, 2), 2
 HTML_SHARE, PDF_SHARE = 0.12, 0.06
 FOLDERS = {"person": "people", "town": "towns", "club": "clubs", "river": "rivers"}
 HEADINGS = {"club": "{n}, the club of {v}", "river": "{n}, passing {v}"}
-"""Headings with which the second document of a two-hop question is found most often, of those tried."""
+"""Of the headings that were tried, those with which the second document of a two-hop question is found most often."""
 NUM_QUESTIONS = {1: 200, 2: 200}
 
 
 class CorpusFile(NamedTuple):
-    """source: path below the corpus folder."""
+    """A file of the corpus. source: its path below the corpus folder"""
 
     source: str
     document: Article
 
 
 def corpus_world(seed: int = SEED) -> World:
-    """A world of some 300 entities, all held out. A club's people come from anywhere."""
+    """Return a world of some 300 entities, all held out. A club's people come from any town."""
     rng = random.Random(f"corpus/{seed}")
     world = World(rng, DataSplit.HELD_OUT, namesakes=False, rare_share=0.0)
     rivers = [world.add_river() for _ in range(NUM_RIVERS)]
@@ -50,7 +50,7 @@ def corpus_world(seed: int = SEED) -> World:
 
 
 def corpus_files(world: World, seed: int = SEED) -> list[CorpusFile]:
-    """Every entity written down, with its file's path."""
+    """Return a document about each entity, with its file's path."""
     rng = random.Random(f"corpus files/{seed}")
     files = []
     for entity in world.entities.values():
@@ -66,7 +66,7 @@ def corpus_files(world: World, seed: int = SEED) -> list[CorpusFile]:
 
 
 def corpus_questions(world: World, files: Iterable[CorpusFile], seed: int = SEED) -> list[dict[str, object]]:
-    """Questions in wordings of both splits, as lines of the questions file."""
+    """Return questions in wordings of both splits, as lines of the questions file."""
     rng = random.Random(f"corpus questions/{seed}")
     files = list(files)
     sources = {file.document.id: file.source for file in files}

@@ -1,8 +1,8 @@
 """The order in which the mini model learns: to copy by match, to find a fact by a name, then whole questions.
 
-Trained on whole questions from the start, such a model learns to name some value of the right kind, whosever it is,
-and stays there. Each stage is one small step from the one before, and contexts of like entities (`batches.ALIKE`)
-leave nothing but the name to go by.
+If it is trained on whole questions from the start, such a model learns to name any value of the right kind, and does
+not improve from there. So each stage is a small step from the stage before, and in contexts of entities of the same
+kind (`batches.ALIKE`) only the name tells which value is right.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EARLIER_DECAY = 0.5
 
 
 def draw_stage(rng: random.Random, current: int) -> int:
-    """Choose the stage of one batch: mostly the current one, else an earlier one, the nearer the likelier."""
+    """Return the stage of a batch: mostly the current stage, or else an earlier one, more likely a recent one."""
     if current == 0 or rng.random() > EARLIER_SHARE:
         return current
     earlier = range(current)

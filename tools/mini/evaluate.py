@@ -1,7 +1,7 @@
 """Exact match of the mini model on held-out entities and wordings: `python -m tools.mini.evaluate`.
 
-Plain transformers, no reuse: each prompt is prefix, passages and suffix joined, decoded greedily. The pieces of a
-case are those of `ragcache.Prompt`, so the same cases measure the fusion methods.
+Plain transformers without reuse: a prompt is prefix, passages and suffix joined, and is answered greedily. The pieces
+of a case are those of `ragcache.Prompt`, so the same cases measure fusion methods.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MINI = PACKAGE / "mini"
 
 
 class Case(NamedTuple):
-    """One question as token ids. The answer counts as right when the decoded text equals `answer`."""
+    """A question as token ids. An answer is right if the decoded text equals `answer`."""
 
     prefix_ids: list[int]
     chunk_ids: list[list[int]]
@@ -43,12 +43,12 @@ class Case(NamedTuple):
 
 
 def draw_cases(tokenizer: Tokenizer, **settings: Any) -> list[Case]:
-    """The questions of `draw_texts` as token ids; the same settings."""
+    """Return the questions of `draw_texts`, which takes the settings, as token ids."""
     return [_case(tokenizer, text) for text in draw_texts(**settings)]
 
 
 def exact_matches(model: Any, tokenizer: Tokenizer, cases: Sequence[Case], batch_size: int = 20) -> list[bool]:
-    """Whether greedy decoding gives exactly the answer, for each case."""
+    """Return, for each case, whether greedy decoding gives exactly the answer."""
     order = sorted(range(len(cases)), key=lambda index: len(cases[index].input_ids))
     right = [False] * len(cases)
     for start in range(0, len(order), batch_size):

@@ -1,9 +1,8 @@
 """Optimizers of the mini model.
 
-Muon: momentum whose matrix updates are made orthogonal (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
-
-Learns a small attention model in far fewer steps than Adam. For the weight matrices inside the layers only;
-embeddings and norms stay with Adam.
+Muon is momentum whose matrix updates are made orthogonal (Jordan et al. 2024,
+https://kellerjordan.github.io/posts/muon/). It trains a small attention model in far fewer steps than Adam, and is used
+for the weight matrices inside the layers only; Adam trains embeddings and norms.
 """
 
 from __future__ import annotations
@@ -19,7 +18,10 @@ NEWTON_SCHULZ_STEPS = 5
 
 
 class Muon:
-    """SGD with Nesterov momentum; matrices of one shape are orthogonalised together, in `dtype`."""
+    """SGD with Nesterov momentum and orthogonal updates; matrices of the same shape are orthogonalised together.
+
+    dtype: of the orthogonalisation
+    """
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class Adam:
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
-    """Push every singular value of `matrices` [n, rows, columns] towards 1 (Newton-Schulz; bfloat16 will do)."""
+    """Return `matrices` [n, rows, columns] with singular values near 1 (Newton-Schulz; bfloat16 suffices)."""
     a, b, c = NEWTON_SCHULZ
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices

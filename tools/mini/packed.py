@@ -1,10 +1,10 @@
-"""Forward pass of a Llama model over one context and many questions about it, for training.
+"""Forward pass of a Llama model over contexts and many questions about each, for training.
 
-Each question sees the context and itself, at the positions that it would have if it stood alone behind the context,
-so one context is paid for once and the loss is that of the plain prompt `context + question`.
+Each question sees the context and itself, at the positions that it would have directly after the context. So a context
+is run only once, and the loss equals that of the plain prompts `context + question`.
 
-The same weights and arithmetic as `LlamaForCausalLM` (a test compares the two); what differs is that the context's
-keys are shared, and that logits are computed only where there is a label.
+Weights and arithmetic are those of `LlamaForCausalLM` (a test compares both), except that questions share the context's
+keys, and that logits are computed only where there is a label.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from torch.nn import functional as F  # noqa: N812
 HINT_WEIGHT = 0.3
 """Weight of the hints' loss beside that of the answers."""
 FUSED_LENGTH = 768
-"""Tokens of a context from which on the fused attention kernel is faster."""
+"""Length of a context, in tokens, from which the fused attention kernel is faster."""
 
 
 class PackedBatch(NamedTuple):
-    """context_ids: [batch, context_len], padded at the end; context_lengths: [batch];
-    question_ids and labels: [batch, num_questions, question_len], padded at the end; a label is the token that
-    follows, or -100 where nothing is to be learned.
+    """Contexts and their questions as tensors.
 
-    segments: [batch, context_len], for contexts whose chunks are read apart: a chunk's number, from 1, for tokens that
-    see that chunk only, 0 for those that see all before them (`ragcache_train.masked_pass`); None: one text.
-    hidden: [batch], contexts of which the questions see only what no chunk holds (link tokens, say).
-    hints: [num_hints, 4], row, place and two ids: what a context token should hold when half of the layers are done.
+    context_ids: [batch, context_len], padded at the end; context_lengths: [batch]
+    question_ids, labels: [batch, num_questions, question_len], padded at the end; a label is the token that follows, or
+        -100 if nothing is learned
+    segments: [batch, context_len], for contexts whose chunks are read apart: the number of a chunk, from 1, for tokens
+        that see only this chunk, 0 for tokens that see all before them (`ragcache_train.masked_pass`); None: a context
+        is a single text
+    hidden: [batch], whether questions see only those tokens of their context that are in no chunk, such as link tokens
+    hints: [num_hints, 4]: row, place, and two ids that a context token should hold after half of the layers
     """
 
     context_ids: Tensor
@@ -49,8 +51,11 @@ class PackedBatch(NamedTuple):
 
 
 class PackedScores(NamedTuple):
-    """loss: mean cross-entropy over labels, and HINT_WEIGHT times that of the hints; right: [batch, num_questions],
-    whether every label is the most likely token, which for an answer is whether greedy decoding gives it exactly."""
+    """Scores of a batch.
+
+    loss:  mean cross-entropy over labels, plus HINT_WEIGHT times that of the hints
+    right: [batch, num_questions], whether each label is the likeliest token: then greedy decoding gives the answer
+    """
 
     loss: Tensor
     right: Tensor
@@ -72,12 +77,12 @@ def packed_scores(model: Any, batch: PackedBatch) -> PackedScores:
 
 
 def packed_hidden(model: Any, batch: PackedBatch) -> Tensor:
-    """Last hidden states of the questions: [batch, num_questions, question_len, hidden_size]."""
+    """Return the last hidden states of the questions: [batch, num_questions, question_len, hidden_size]."""
     return _questions(model, batch, _states(model, batch)[-1])
 
 
 def _states(model: Any, batch: PackedBatch) -> list[Tensor]:
-    """Return what each layer leaves, of context and questions: [batch, seq_len, hidden_size] each."""
+    """Return each layer's output for context and questions: [batch, seq_len, hidden_size] each."""
     context_len = batch.context_ids.shape[1]
     num_questions, question_len = batch.question_ids.shape[1:]
     ids = torch.cat([batch.context_ids, batch.question_ids.flatten(1)], dim=1)
@@ -98,7 +103,7 @@ def _questions(model: Any, batch: PackedBatch, last: Tensor) -> Tensor:
 
 
 def _hint_loss(model: Any, state: Tensor, hints: Tensor) -> Tensor:
-    """Cross-entropy of reading the hinted ids, equally likely, off `state` as the output head reads the last one."""
+    """Return the cross-entropy of the hinted ids, equally likely, if the output head reads the hidden state `state`."""
     row, place = hints[:, 0], hints[:, 1]
     logits = F.linear(_rms_norm(state[row, place], model.model.norm), model.lm_head.weight).float()
     return -logits.log_softmax(-1).gather(1, hints[:, 2:]).mean()
@@ -115,7 +120,7 @@ class _Layout(NamedTuple):
 
 
 def _context_mask(batch: PackedBatch) -> Tensor:
-    """Additive mask [batch, 1, 1, context_len] that hides padding, and what is hidden, from the questions."""
+    """Return an additive mask, [batch, 1, 1, context_len], that hides padding and hidden chunks from questions."""
     positions = torch.arange(batch.context_ids.shape[1], device=batch.context_ids.device)
     unseen = positions >= batch.context_lengths[:, None]
     if batch.segments is not None and batch.hidden is not None:
@@ -124,7 +129,7 @@ def _context_mask(batch: PackedBatch) -> Tensor:
 
 
 def _unseen(batch: PackedBatch) -> Tensor:
-    """[batch or 1, 1, context_len, context_len]: True where a context token (row) does not see another (column)."""
+    """Return whether a context token (row) does not see another (column): [batch or 1, 1, context_len, context_len]."""
     n = batch.context_ids.shape[1]
     future = torch.ones(n, n, dtype=torch.bool, device=batch.context_ids.device).triu(1)[None, None]
     if batch.segments is None:
@@ -134,7 +139,7 @@ def _unseen(batch: PackedBatch) -> Tensor:
 
 
 def _rotary(model: Any, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """cos and sin [batch, 1, seq_len, head_dim]; each question starts right behind its context."""
+    """Return cos and sin, [batch, 1, seq_len, head_dim] each; a question's positions follow its context's."""
     batch_size, context_len = batch.context_ids.shape
     num_questions, question_len = batch.question_ids.shape[1:]
     device = batch.context_ids.device
@@ -174,7 +179,10 @@ def _rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, layout: _Layout) -> Tensor:
-    """All tensors [batch, num_heads, seq_len, head_dim]; returns [batch, seq_len, num_heads * head_dim]."""
+    """Return the attention's output, [batch, seq_len, num_heads * head_dim].
+
+    queries: [batch, num_heads, seq_len, head_dim]; keys, values: [batch, num_kv_heads, seq_len, head_dim]
+    """
     groups = queries.shape[1] // keys.shape[1]
     if groups > 1:
         keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
@@ -184,7 +192,7 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, layout: _Layout) -> T
 
 
 def _attend_in_context(queries: Tensor, keys: Tensor, values: Tensor, layout: _Layout) -> Tensor:
-    """Attention by plain matrix products: on a CPU, at short lengths, faster than the fused kernel."""
+    """Attend within the context; short contexts by plain matrix products, which are faster on a CPU."""
     n = layout.context_len
     queries, keys, values = queries[:, :, :n], keys[:, :, :n], values[:, :, :n]
     if n >= FUSED_LENGTH:
@@ -196,7 +204,7 @@ def _attend_in_context(queries: Tensor, keys: Tensor, values: Tensor, layout: _L
 
 
 def _attend_from_questions(queries: Tensor, keys: Tensor, values: Tensor, layout: _Layout) -> Tensor:
-    """Softmax over the context's keys and the question's own, without copying the context for each question."""
+    """Attend from questions to the context and themselves, without a copy of the context for each question."""
     n = layout.context_len
     apart = (*queries.shape[:2], layout.num_questions, layout.question_len, -1)
     scaled = queries[:, :, n:] * queries.shape[-1] ** -0.5

@@ -1,18 +1,18 @@
 """Train the mini model for reuse: `python -m tools.mini.reuse --out DIR`.
 
-Starts from the bundled base and goes on as `tools.mini.base` does: rows of the registry
-(`tools.mini.reuse_data`), the packed forward, two processes on a CPU, checkpoints. Ids, sequences and
-masks are those of `ragcache train`, so the result is laid out as that command's are.
+Starts from the bundled base model and trains as `tools.mini.base` does: rows of the registry (`tools.mini.reuse_data`),
+the packed forward pass, two processes on a CPU, checkpoints. Ids, sequences and masks are those of `ragcache train`, so
+the result has the same layout.
 
-Link tokens need a push: whatever stands in one passage alone, the question can read there, and where two passages must
-be read together a guess among the candidates is so near that a small model stays with it. So in a first stage most
-contexts hide their passages from the questions, which then reach nothing but what link tokens took up; and link tokens
-get hints, half-way up the layers, of what that should be. The stage ends when most answers are right. In the second one
-nothing is hidden or hinted, and the learning rate falls to zero.
+A small model does not learn to use link tokens by itself: a question can read a fact of a single passage in the
+passage, and if two passages must be read together, a guess among the candidates is almost as good. So in the first
+stage most contexts hide their passages from the questions, which then see only the link tokens; and link tokens get
+hints of what to hold half-way up the layers. The stage ends when most answers are right. In the second stage nothing is
+hidden or hinted, and the learning rate falls to zero.
 
-That costs single-hop answers, so a third stage settles: half of its contexts are asked single-hop questions, half are
-read as one text, the learning rate falls to zero once more, from a lower one, and what is saved is a running average of
-the weights. To settle a model that has been through the first two: `--base DIR --start-stage settling`.
+That makes single-hop answers worse, so there is a third stage, settling: half of its contexts get single-hop questions,
+half are read as a single text, the learning rate falls to zero again from a lower value, and a running average of the
+weights is saved. To settle a model that was through the first two stages: `--base DIR --start-stage settling`.
 """
 
 from __future__ import annotations
@@ -39,31 +39,37 @@ from tools.mini.reuse_data import NUM_QUESTIONS, PASSAGES, draw_row
 from tools.mini.tokenizer import BOS, EOS, PAD, SYSTEM_LINE, token_id
 
 STANDARD, SEPARATE, HIDDEN = range(3)
-"""How a batch is read: as one text, passage by passage, or passage by passage and then hidden from the questions."""
+"""How a batch is read: as a single text, passage by passage, or passage by passage and hidden from the questions."""
 STAGES = ("taking-up", "answering", "settling")
 TAKING_UP, ANSWERING, SETTLING = range(len(STAGES))
 LINK_TOKENS = 5
 STANDARD_SHARE = 0.4
-"""Share of the batches read as one text, in the second stage."""
+"""Share of the batches read as a single text, in the second stage."""
 TAKING_UP_SHARES = (0.15, 0.2, 0.65)
 """Shares of the batches read in each way, in the first stage."""
 SETTLING_SHARES = {"single": 0.5, "two-hop": 0.2, "leaning": 0.3}
-"""Shares of contexts by what is asked, in the third stage; the others take those of the rows."""
+"""Shares of contexts by kind of question, in the third stage; other stages take `reuse_data.SHARES`."""
 SETTLING_STANDARD_SHARE = 0.5
-"""Share of the batches read as one text, in the third stage."""
+"""Share of the batches read as a single text, in the third stage."""
 HIDDEN_PASSAGES = 8
 """Most passages of a context whose passages are hidden."""
 SLOT_NOISE = 0.1
-"""Spread of a link token's start about that of slot 0, as a share of their difference."""
+"""Distance of a link token's initial row from that of slot 0, as a share of their distance when drawn."""
 
 
 @dataclass(frozen=True)
 class ReuseOptions(Options):
-    """base: directory to start from; link_slots: passages with link tokens of their own;
-    batch_passages: of a batch, about; first_tokens: of the first stage at most; final_tokens: of the second;
-    settling_tokens: of the third; max_tokens: of all at most; settling_rate: learning rate that the third starts with,
-    as a share of the run's; average_decay: of the weights' average, a step; start_stage: of STAGES; threshold: share of
-    right answers over hidden passages that ends the first stage."""
+    """Options of a run.
+
+    base:            directory of the model to start from
+    link_slots:      number of passages that have separate link tokens
+    batch_passages:  approximate number of passages of a batch
+    first_tokens:    most tokens of the first stage
+    final_tokens, settling_tokens: tokens of the second and the third stage
+    settling_rate:   learning rate that the third stage starts with, as a share of the run's
+    average_decay:   decay of the weights' average, per step
+    threshold:       share of right answers over hidden passages that ends the first stage
+    """
 
     base: str = str(MINI_BASE)
     link_slots: int = PASSAGES[1]
@@ -77,7 +83,7 @@ class ReuseOptions(Options):
 
 
 class ReuseTrainer(Trainer):
-    """One process of the run. The accuracies of its progress are those of STANDARD, SEPARATE and HIDDEN batches."""
+    """A process of the run. Its progress has the accuracies of STANDARD, SEPARATE and HIDDEN batches."""
 
     options: ReuseOptions
 
@@ -87,7 +93,7 @@ class ReuseTrainer(Trainer):
         super().__init__(options, rank, world_size)
 
     def _start(self) -> Any:
-        """The base with rows for the new ids, unless it has them."""
+        """Return the base model, with rows for the new ids added if it lacks them."""
         self.fast = AutoTokenizer.from_pretrained(self.options.base, trust_remote_code=False)
         self.spec = choose_spec(self.fast, "link", LINK_TOKENS, self.options.link_slots, positions="reordered")
         self.prefix = [token_id(BOS), *self.tokenizer.encode(f"{SYSTEM_LINE}\n").ids]
@@ -111,7 +117,7 @@ class ReuseTrainer(Trainer):
         return done or progress.tokens >= self.options.max_tokens
 
     def _schedule(self) -> float:
-        """Constant in the first stage, linear to zero over each of the others; warm-up wherever it starts or rises."""
+        """Return a factor: constant in the first stage, linear to zero in the others, with warm-ups where it rises."""
         progress, options = self.progress, self.options
         start = options.settling_rate if progress.stage == SETTLING else 1.0
         tokens = (math.inf, options.final_tokens, options.settling_tokens)[progress.stage]
@@ -190,7 +196,7 @@ class ReuseTrainer(Trainer):
         )
 
     def _hints(self, rows: Sequence[Any], contexts: Sequence[list[int]]) -> Tensor:
-        """A link token should hold the name of its passage's entity and, where a sentence was cut, how that ends."""
+        """Return hints: a link token should hold its passage's entity and the end of a sentence that was cut."""
         slots = slots_by_id(self.spec)
         hints = []
         for number, (row, ids) in enumerate(zip(rows, contexts, strict=True)):
@@ -202,7 +208,7 @@ class ReuseTrainer(Trainer):
         return torch.tensor(hints)
 
     def _encode(self, row: Any) -> EncodedRow:
-        """Encode equally many questions in each row; where a row has fewer, some are asked twice."""
+        """Return the row as ids, with NUM_QUESTIONS questions: if the row has fewer, some are asked again."""
         asked = (row.questions * NUM_QUESTIONS)[:NUM_QUESTIONS]
         asks = [Ask(self._ids(suffix_text(q.text)), [*self._ids(q.answer), token_id(EOS)]) for q in asked]
         return EncodedRow("qa", "", self.prefix, [self._ids(text) for text in row.passages], asks, None, False)
@@ -213,7 +219,7 @@ class ReuseTrainer(Trainer):
 
 @torch.no_grad()
 def start_slots_alike(embeddings: Tensor, spec: TrainedTokens) -> None:
-    """The j-th link token of every slot starts (almost) the same, so that what one slot learns helps all."""
+    """Make the j-th link tokens of all slots start almost equal, so that all slots profit from what a slot learns."""
     first = embeddings[spec.link_ids(0)].clone()
     for slot in range(1, spec.link_slots):
         ids = spec.link_ids(slot)
@@ -221,7 +227,7 @@ def start_slots_alike(embeddings: Tensor, spec: TrainedTokens) -> None:
 
 
 def slots_by_id(spec: TrainedTokens | None) -> dict[int, int]:
-    """The slot of each link token."""
+    """Return the slot of each link token, by its id."""
     return {} if spec is None else {i: slot for slot in range(spec.link_slots) for i in spec.link_ids(slot)}
 
 

@@ -1,8 +1,8 @@
 """Training rows for reuse, from the registry: `python -m tools.mini.reuse_data --out FILE --rows N`.
 
-One JSON object a line, of the schema that `ragcache train` reads. Names and wordings of the training split only. A
-row's questions are all single-hop, all two-hop, or lean on the passage before (`registry.draw_leaning`), with some
-plain ones between. Those last say `"shuffle": false`: the second half of a sentence must stay behind the first.
+Each line is a JSON object as `ragcache train` reads it, with names and wordings of the training split only. A row's
+questions are all single-hop, all two-hop, or lean on the passage before (`registry.draw_leaning`) with some plain
+questions between. Leaning rows have `"shuffle": false`, as the second half of a sentence must follow the first.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ PASSAGES = (2, 16)
 NUM_QUESTIONS = 10
 SHARES = {"single": 0.25, "two-hop": 0.3, "leaning": 0.45}
 PLAIN_SHARE = 0.2
-"""Share of a leaning context's questions that are about what a passage says by itself."""
+"""Share of a leaning context's questions that a passage answers by itself."""
 
 
 class Row(NamedTuple):
-    """passages: their texts, in order; subjects: the entity that each is about; leaning: whether the order counts."""
+    """A row. passages: texts, in order; subjects: the entity of each passage; leaning: whether the order matters"""
 
     passages: list[str]
     subjects: list[str]
@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
 
 def draw_rows(num_rows: int, seed: int, leaning: float = SHARES["leaning"]) -> Iterator[dict[str, object]]:
-    """The same rows for the same seed, in every process. leaning: share of rows that lean."""
+    """Yield rows as JSON, the same for the same seed in every process. leaning: share of leaning rows"""
     rng = random.Random(f"reuse/{seed}")
     others = (1 - leaning) / (1 - SHARES["leaning"])
     shares = {kind: leaning if kind == "leaning" else share * others for kind, share in SHARES.items()}
@@ -49,7 +49,7 @@ def draw_rows(num_rows: int, seed: int, leaning: float = SHARES["leaning"]) -> I
 
 
 def draw_row(rng: random.Random, passages: int, kind: str | None = None) -> Row:
-    """Questions over about so many passages; kind: of SHARES, None for any."""
+    """Return a row of about this many passages. kind: a kind of SHARES; None: a kind that is drawn"""
     kind = kind or _draw_kind(rng, SHARES)
     if kind == "leaning":
         documents, questions = _leaning_row(rng, passages)

@@ -1,8 +1,8 @@
 r"""The mini model's tokenizer: byte-level BPE over the registry's words, and the chat template.
 
-Byte-level, so any text can be encoded. A word has the same token everywhere: the normalizer puts a space before the
-first word of a text and of a line, and the decoder takes it off again (otherwise a name that opens a passage would
-be another token than the same name in a question). A year is one token.
+It is byte-level, so any text can be encoded. A word has the same token everywhere: the normalizer puts a space before
+the first word of a text and of a line, and the decoder removes it (otherwise a name at the beginning of a passage would
+be another token than the same name in a question). A year is a single token.
 
 The chat template renders messages into exactly the format that the model was trained on:
 
@@ -68,7 +68,7 @@ def build_tokenizer() -> Tokenizer:
 
 
 def _space_before_lines() -> normalizers.Normalizer:
-    """Put one space before each line that does not begin with white space."""
+    """Return a normalizer that puts a space before each line that does not begin with white space."""
     return normalizers.Sequence(
         [
             normalizers.Prepend(" "),
@@ -80,7 +80,7 @@ def _space_before_lines() -> normalizers.Normalizer:
 
 
 def token_id(token: str) -> int:
-    """Id of a special token; they come first, in order."""
+    """Return the id of a special token. Special tokens have the first ids, in order."""
     return SPECIAL_TOKENS.index(token)
 
 
@@ -101,7 +101,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def _vocabulary_text() -> list[str]:
-    """Every word that sentences, questions and names are made of, often enough to become one token."""
+    """Return texts with every word of sentences, questions and names, often enough for each to become a token."""
     sentences = [text for group in _wordings() for text in group]
     words = [word for text in sentences for word in text.replace("{", " {").split() if "{" not in word]
     words += [word.strip(".,?") for word in words] + [word.capitalize() for word in words]

@@ -1,4 +1,4 @@
-"""The example corpus is what its command writes, and its questions point at files that answer them."""
+"""The example corpus equals its command's output, and its questions name files that answer them."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def test_the_command_writes_the_committed_files(tmp_path):
     committed = {path.relative_to(CORPUS.parent) for path in CORPUS.rglob("*") if path.is_file()}
     assert set(written) == committed | {Path("corpus_questions.jsonl")}
     for name, path in written.items():
-        if name.suffix != ".pdf":  # whose bytes are reportlab's and its version's
+        if name.suffix != ".pdf":  # the bytes of a PDF depend on reportlab's version
             assert path.read_bytes() == (CORPUS.parent / name).read_bytes()
         else:
             assert text_of(path) == text_of(CORPUS.parent / name)
@@ -65,5 +65,5 @@ def test_the_answers_stand_in_the_gold_files(questions):
 
 
 def last_words(answer):
-    """The last word of each clause of an answer, which belongs to a value."""
+    """Return the last word of each clause of an answer, which is part of a value."""
     return [clause.split(" ")[-1] for clause in answer.removesuffix(".").split(", which ")]

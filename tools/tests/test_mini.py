@@ -1,4 +1,4 @@
-"""The bundled models answer held-out questions: as any Hugging Face directory, and the linked one over reused KV."""
+"""The bundled models answer held-out questions: as any Hugging Face directory, and the linked model over reused KV."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ base = made_by(rc.load_lm, "mini-base")
 
 
 def share_right(lm, method, kind, num_cases):
-    """Share of held-out questions over eight passages that are answered right."""
+    """Return the share of held-out questions over eight passages that are answered right."""
     _, tokenizer = load(MINI_BASE)
     cases = draw_cases(tokenizer, num_cases=num_cases, **KINDS[kind])
     never = frozenset() if lm.reuse is None else lm.reuse.added_ids
@@ -69,7 +69,7 @@ def test_link_tokens_answer_over_eight_passages(linked, kind, num_cases, least):
 
 @pytest.mark.slow
 def test_the_base_reads_cut_sentences_together_only(base):
-    """What link tokens are for: read apart, the halves of a sentence tell nothing."""
+    """This is the need for link tokens: read apart, the halves of a sentence state nothing."""
     assert base.reuse is None
     assert share_right(base, "full", "leaning", 30) >= 0.9
     assert share_right(base, "reposition", "leaning", 30) <= 0.6
@@ -77,7 +77,7 @@ def test_the_base_reads_cut_sentences_together_only(base):
 
 @pytest.mark.slow
 def test_without_the_gold_passages_it_cannot_answer(mini):
-    """The control: what is measured is reading, not memory."""
+    """This is the control: the questions measure reading, not memory."""
     model, tokenizer = mini
     cases = [
         case._replace(chunk_ids=[ids for ids in case.chunk_ids if value_ids(tokenizer, case) not in windows(ids)])

@@ -1,4 +1,4 @@
-"""Training of the mini model for reuse: the right rows, the right mask, a directory that loads for its method."""
+"""Training of the mini model for reuse: rows, mask, and a directory that loads for its method."""
 
 import json
 import random
@@ -38,7 +38,7 @@ def rows_of(seed, passages, count=3):
 
 
 def oracle_mask(segments, context_len, is_hidden):
-    """Additive [1, 1, n, n] for context and one question, written out pair by pair."""
+    """Return an additive mask, [1, 1, n, n], for a context and a question, written out pair by pair."""
     n = len(segments)
     mask = torch.full((n, n), torch.finfo(torch.float32).min)
     for query in range(n):
@@ -195,7 +195,7 @@ def test_a_resumed_run_for_reuse_equals_an_uninterrupted_one(stage, tmp_path):
 
 
 class StoppedTrainer(ReuseTrainer):
-    """Stops after its second step."""
+    """A trainer that stops after its second step."""
 
     def _finished(self):
         return self.progress.step >= 2

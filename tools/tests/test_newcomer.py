@@ -1,4 +1,4 @@
-"""What a new user does with the built wheel, outside the repository."""
+"""A new user's first steps with the built wheel, outside the repository."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""The packed forward is the plain one: each question as if it stood alone behind its context."""
+"""The packed forward pass equals the plain forward pass, with each question alone after its context."""
 
 import random
 
@@ -29,7 +29,7 @@ def batch(request, tokenizer):
 
 
 def plain_rows(batch):
-    """(row, question, context ids, question ids, labels) of a few questions, padding taken off."""
+    """Return (row, question, context ids, question ids, labels) of a few questions, without padding."""
     for row in range(3):
         context = batch.context_ids[row, : batch.context_lengths[row]]
         for question in range(0, batch.question_ids.shape[1], 4):
@@ -76,7 +76,9 @@ def test_labels_are_the_answer_and_its_end(tokenizer):
 
 
 def test_an_untrained_model_copies_by_match(tokenizer):
-    """What the initialisation is for: the token after an earlier copy of the current one is likelier than chance."""
+    """This is the purpose of the initial weights: the token after an earlier copy of the current token is likelier than
+    by chance.
+    """
     model = build_model(Options(out=""), tokenizer.get_vocab_size())
     with torch.no_grad():
         loss = packed_scores(model, BatchMaker(tokenizer, random.Random(1)).draw(STAGES[0])).loss

@@ -1,4 +1,4 @@
-"""The pictures of docs/how-it-works.md are those that the script draws."""
+"""The pictures of docs/how-it-works.md equal those that the script draws."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The training command: resumes exactly, and leaves a directory that transformers loads."""
+"""The training command resumes exactly, and writes a directory that transformers loads."""
 
 import json
 

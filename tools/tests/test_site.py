@@ -1,4 +1,4 @@
-"""The documentation's site is built whole, with nothing of other hosts, and its reference has every public name."""
+"""The documentation's site is complete, loads nothing from other hosts, and its reference has every public name."""
 
 import re
 from pathlib import Path

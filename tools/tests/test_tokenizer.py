@@ -1,4 +1,4 @@
-"""The mini model's tokenizer: any text, one token a name wherever it stands, a template that splits at the context."""
+"""The mini model's tokenizer: any text, a token per name at any place, and a template that splits at the context."""
 
 import pytest
 from hypothesis import given, settings

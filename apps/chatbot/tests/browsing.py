@@ -36,9 +36,9 @@ PATIENCE_MS = 20_000  # a machine that is busy with other tests is slow, not wro
 
 
 class Slowed:
-    """Between a server and its application: time between the events of answers, other contents, an end before theirs.
+    """Middleware between a server and its application: delays, changes or cuts off the events of answers.
 
-    pause_s: before each part of an event stream. rewrite: changes the JSON of each event of an answer in place.
+    pause_s: seconds before each part of an event stream. rewrite: changes the JSON of each event of an answer in place.
     break_after: events of a stream after which the connection breaks
     """
 
@@ -88,7 +88,7 @@ class Site:
 
 @contextmanager
 def serving(kb: rc.RagCache, port: int = 0, **settings: object) -> Iterator[Site]:
-    """In a thread of its own, at a free loopback port or at `port`."""
+    """Serve in a thread, at a free loopback port or at `port`."""
     slowed = Slowed(create_app(kb, ServerSettings(figures_s=0, **settings), web=True))
     server = Server(slowed, drain_s=1)
     with listen("127.0.0.1", port) as bound:
@@ -110,7 +110,7 @@ def serving(kb: rc.RagCache, port: int = 0, **settings: object) -> Iterator[Site
 def open_corpus(
     path: Path, lm: rc.LanguageModel, embedder: rc.Embedder, folders: Sequence[Path]
 ) -> Iterator[rc.RagCache]:
-    """Folders of the example corpus, as the next process finds it: all of its KV on disk, none in memory."""
+    """Open a store of folders of the example corpus like a new process: all KV is on disk, none in memory."""
     with rc.RagCache.open(path, model=lm, embedder=embedder) as kb:
         report = kb.ingest(folders)
         assert not report.failed
@@ -131,7 +131,7 @@ def running_browser() -> Iterator[Browser]:
 
 @dataclass
 class Tab:
-    """A page in a browser, with everything that it complained about and asked for."""
+    """A page in a browser, with its complaints on the console and its requests."""
 
     page: Page
     site: Site
@@ -157,17 +157,17 @@ class Tab:
         return self
 
     def bodies(self) -> list[Any]:
-        """JSON bodies of the requests that the page sends from now on."""
+        """Return a list that collects the JSON bodies of the page's requests from now on."""
         sent: list[Any] = []
         self.page.on("request", lambda request: sent.append(request.post_data_json) if request.post_data else None)
         return sent
 
     def show(self, tab: str) -> None:
-        """One of the tabs Documents, Settings, Store."""
+        """Open the tab Documents, Settings or Store."""
         self.page.get_by_role("tab", name=tab).click()
 
     def send(self, question: str) -> Locator:
-        """Ask, and give the turn at once."""
+        """Ask a question, and return its turn at once."""
         turns = self.page.locator(".turn")
         before = turns.count()
         self.page.get_by_label("Question", exact=True).fill(question)
@@ -176,13 +176,13 @@ class Tab:
         return turns.nth(before)
 
     def ask(self, question: str) -> Locator:
-        """Ask, and give the turn when it is answered."""
+        """Ask a question, and return its turn when it is answered."""
         turn = self.send(question)
         expect(turn).to_have_attribute("data-state", "done")
         return turn
 
     def kept(self) -> list[dict[str, Any]]:
-        """The turns of the one conversation that the browser keeps."""
+        """Return the turns of the only conversation that the browser keeps."""
         entries = self.page.evaluate("Object.entries(localStorage)")
         [kept] = [json.loads(text) for name, text in entries if name.startswith("ragcache.conversation")]
         return kept["turns"]

@@ -23,7 +23,9 @@ def chromium() -> None:
 
 @pytest.fixture(scope="module")
 def browser(chromium) -> Iterator[object]:
-    """Not for the whole session: while Playwright runs, its event loop is this thread's, and async tests cannot run."""
+    """Return a browser, not for the whole session: while Playwright runs, its event loop is this thread's, and async
+    tests cannot run.
+    """
     with running_browser() as browser:
         yield browser
 
@@ -49,14 +51,14 @@ def site(kb) -> Iterator[Site]:
 
 @pytest.fixture
 def slowed(site) -> Iterator[Slowed]:
-    """What changes the answers of `site`, for one test."""
+    """Return the middleware that changes the answers of `site`, for a single test."""
     yield site.slowed
     site.slowed.reset()
 
 
 @pytest.fixture
 def open_tab(browser) -> Iterator[Callable[..., Tab]]:
-    """Opens pages in a fresh profile each. Whatever a page complains about and no test expects fails the test."""
+    """Return a function that opens a page in a new profile. A page's complaint that no test expects fails the test."""
     with ExitStack() as stack:
         tabs: list[Tab] = []
 

@@ -1,6 +1,6 @@
-"""Makes docs/images/chat-*.png again: .venv/bin/python apps/chatbot/tests/screenshots.py
+"""Make docs/images/chat-*.png: .venv/bin/python apps/chatbot/tests/screenshots.py
 
-Needs chromium; drawn with the font Inter where it is installed (fonts-inter). Times in the pictures are this machine's.
+Needs chromium; the font is Inter if it is installed (fonts-inter). Times in the pictures are this machine's.
 """
 
 import os
@@ -28,7 +28,7 @@ def main() -> None:
         serving(kb) as site,
         running_browser() as browser,
     ):
-        kb.ask(QUESTION)  # the first question pays for what every later one has
+        kb.ask(QUESTION)  # the first question computes what later questions reuse
         for name, view, scheme in (("light", DESKTOP, "light"), ("dark", DESKTOP, "dark"), ("phone", PHONE, "light")):
             _picture(Tab(browser.new_page(viewport=view, color_scheme=scheme), site), name, chart=name == "dark")
 

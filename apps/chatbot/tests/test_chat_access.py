@@ -38,7 +38,7 @@ CONTRASTS = """() => {
 
 
 def tab_to(tab: Tab, selector: str) -> None:
-    """Press Tab until an element that matches is focused, and see that the focus shows."""
+    """Press Tab until an element that matches has the focus, and check that the focus is visible."""
     for _ in range(60):
         tab.page.keyboard.press("Tab")
         if tab.page.evaluate("(selector) => document.activeElement.matches(selector)", selector):

@@ -1,4 +1,4 @@
-"""The chat page against a real server, in headless Chromium: whatever is stopped ends its request at once."""
+"""The chat page against a real server, in headless Chromium: stopping anything ends its request at once."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 
 def expect_aborted(tab: Tab, path: str, button: Locator) -> None:
-    """A click on `button` ends the request that runs, before it would have ended."""
+    """Check that a click on `button` aborts the request to `path` before it ends."""
     with tab.page.expect_event("requestfailed", lambda request: request.url.endswith(path), timeout=5000) as failed:
         button.click()
     assert failed.value.failure == "net::ERR_ABORTED"
@@ -43,7 +43,7 @@ FILES = [f"{number}.txt" for number in range(5)]
 
 @pytest.fixture
 def deleting(site) -> Iterator[None]:
-    """Leaves the store without what a test uploads."""
+    """Remove from the store, after the test, the documents that the test uploads."""
     yield
     for name in FILES:
         httpx.delete(f"{site.url}/v1/documents/{name}", trust_env=False)

@@ -19,7 +19,7 @@ def as_file(name: str, text: str) -> dict[str, object]:
 
 @pytest.fixture
 def deleting(site):
-    """Leaves the store without what a test uploads."""
+    """Remove from the store, after the test, the documents that the test uploads."""
     yield
     httpx.delete(f"{site.url}/v1/documents/{NAME}", trust_env=False)
 
@@ -135,14 +135,14 @@ def test_uploads_keep_to_the_servers_limits(open_tab, kb):
                 expect(tab.page.locator("#documents-list")).to_contain_text(name.removesuffix(".md"))
         finally:
             kb.delete(names)
-        # A page that does not know the limits hears of them.
+        # If the page does not know the limits, the server's error names them.
         tab.page.route("**/v1/store", lambda route: None)
         tab.page.reload()
         add.set_input_files(large)
         trouble = tab.page.locator("#documents-news [role=alert]")
         expect(trouble).to_contain_text("4096")
         expect(trouble).to_contain_text("fewer or smaller files")
-        expect(trouble.get_by_role("button")).to_have_count(0)  # the same again would fail again
+        expect(trouble.get_by_role("button")).to_have_count(0)  # a retry would fail again
         assert kb.document(NAME) is None
         assert "413" in tab.complaints.pop()  # the browser's own line
 

@@ -1,4 +1,4 @@
-"""The chat page against a real server, in headless Chromium: what it says about tokens and times."""
+"""The chat page against a real server, in headless Chromium: its figures of tokens and times."""
 
 import json
 import re
@@ -19,7 +19,7 @@ RATIO = re.compile(
 
 
 def endings(change: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
-    """Changes what an answer's last event says about its costs."""
+    """Return a function that changes the costs in an answer's last event."""
 
     def rewrite(event: dict[str, Any]) -> None:
         if (event.get("ragcache") or {}).get("timings"):
@@ -79,7 +79,7 @@ def test_tokens_come_before_times(tab: Tab):
 
 
 def answering(ttfts: list[float]) -> Callable[[Route], None]:
-    """A route that answers each request with the next time to the first token."""
+    """Return a route that answers each request with the next time to the first token."""
     rest = iter(ttfts)
 
     def answer(route: Route) -> None:

@@ -1,4 +1,4 @@
-"""The chat page against a real server, in headless Chromium: what is seen of an answer, and in which order."""
+"""The chat page against a real server, in headless Chromium: the visible parts of an answer, and their order."""
 
 import re
 from typing import Any

@@ -97,7 +97,7 @@ def test_prefill_is_drawn_and_a_full_one_is_measured(tab: Tab):
 
 @pytest.mark.slow
 def test_bars_are_as_long_as_their_phases(open_tab, site, slowed):
-    """Widths against the timings that the server sent."""
+    """Widths are compared with the timings that the server sent."""
 
     def estimate(event: dict[str, Any]) -> None:
         if (event.get("ragcache") or {}).get("timings"):

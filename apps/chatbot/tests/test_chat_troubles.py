@@ -1,4 +1,4 @@
-"""The chat page against a real server, in headless Chromium: what goes wrong, and what the page says to do."""
+"""The chat page against a real server, in headless Chromium: failures, and the page's advice."""
 
 import json
 from collections.abc import Callable
@@ -121,7 +121,7 @@ def refusing(status: int) -> Callable[[Route], None]:
 
 @pytest.mark.slow
 def test_busy_server_is_asked_again(tab: Tab):
-    """Answers that no limit of this server gives on demand come from a route of the browser."""
+    """This server has no limit that gives such answers on demand, so a route of the browser gives them."""
     for status in (429, 503):
         tab.page.route("**/v1/chat/completions", refusing(status), times=1)
         turn = tab.send(QUESTION)

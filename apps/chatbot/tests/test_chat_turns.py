@@ -1,4 +1,4 @@
-"""The chat page against a real server, in headless Chromium: what can be done with a question and its answer."""
+"""The chat page against a real server, in headless Chromium: actions on a question and its answer."""
 
 import json
 import re
@@ -56,7 +56,7 @@ def test_two_methods_answer_side_by_side(tab: Tab):
 
 @pytest.mark.slow
 def test_thoughts_are_a_line_that_opens(tab: Tab):
-    """What a thinking model's server sends, piece by piece."""
+    """The answer is sent piece by piece, as by a thinking model's server."""
     pieces = [
         {"role": "assistant"},
         {"reasoning_content": "It is <b>"},

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 class Overheard:
-    """Between Open WebUI and the server: bodies of requests for chat completions, with those of their answers."""
+    """Records, between Open WebUI and the server, the bodies of requests for chat completions and of their answers."""
 
     def __init__(self, app: FastAPI) -> None:
         self.app = app
@@ -55,7 +55,7 @@ def site(kb) -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def open_webui(site, tmp_path_factory) -> Iterator[str]:
-    """Its URL. The settings are those of docs/server.md."""
+    """Return the URL of Open WebUI, with the settings of docs/server.md."""
     if not (INSTALLED / "ready").is_file():
         pytest.skip("Open WebUI is not installed (scripts/peers-environment .peers open-webui)")
     folder = tmp_path_factory.mktemp("open-webui")

@@ -1,4 +1,4 @@
-"""The libraries of the chat page are those that package.json names, as scripts/vendor left them."""
+"""The libraries of the chat page equal those that package.json names, as scripts/vendor copies them."""
 
 import hashlib
 import json

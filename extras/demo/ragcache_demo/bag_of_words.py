@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 @dataclass(eq=False)
 class BagOfWords:
-    """Every word is a fixed random direction, a text the normalised sum of its words.
+    """An embedder for tests of chains built on ragcache: a word is a fixed random direction, and a text is the
+    normalised sum of its words' directions.
 
-    Exact, fast, the same in every process, and good enough to retrieve by words in common: for tests of chains built
-    on ragcache.
+    Its vectors are the same in every process, and texts with words in common are near to each other.
     """
 
     name: str = "bag-of-words"

@@ -1,4 +1,4 @@
-"""demo: the example corpus or a folder, some questions, the default method beside full prefill."""
+"""`ragcache demo`: ask about the example corpus or a folder, by the default method and by full prefill."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from ragcache.models.hub import BUNDLED
 if TYPE_CHECKING:
     from ragcache import Answer, Hit, RagCache
 
-# Links in a clone, files in a wheel.
+# ragcache/demo/corpus is a link to examples/corpus in a clone, and a folder of files in a wheel.
 EXAMPLES = (Path(ragcache.__file__).resolve().parent / "demo" / "corpus").resolve().parent
 GUIDES = [EXAMPLES.parent / "docs" / page for page in ("tutorial.md", "scale.md", "compare.md")]
-"""What the real model reads in a clone: passages of some hundred tokens. The example corpus has notes of one line."""
+"""Pages that the real model reads in a clone: their passages have some hundred tokens, the corpus's only a line."""
 ABOUT_GUIDES = ("What is a passage?", "What is kept in PostgreSQL?", "What does llama.cpp reuse?")
 QUESTIONS_SUFFIX = "_questions.jsonl"
 REAL, TOY = "smollm2", "mini"
@@ -55,7 +55,8 @@ class Comparison:
 
     fused: by the default method, which may also be full prefill
     fused_s, full_s: seconds to the first token, median of several runs; fused with its KV in memory
-    is_exact: whether answers must match word by word, as a model trained on the corpus writes them
+    is_exact: whether an answer must match the expected answer word by word to be right, as answers of a model trained
+        on the corpus do
     """
 
     question: DemoQuestion
@@ -70,7 +71,7 @@ class Comparison:
         return judge(answer.text, self.question.answer)
 
 
-# RAGCACHE_STORE and its like must not lead the demo into a store of the user's.
+# Environment variables such as RAGCACHE_STORE are ignored: the demo must not write into a store of the user's.
 _own = partial(option, environment=False)
 
 
@@ -97,9 +98,9 @@ def demo(
 ) -> None:
     """Ingest the example corpus or a folder, ask some questions, and compare the default method with full prefill.
 
-    Over the example corpus the bundled model answers first, which was trained for reuse and on that corpus, then
-    smollm2, a small real model, which is fetched once: in a clone over pages of its documentation. A folder is read by
-    smollm2 alone; by mini if it cannot be had.
+    For the example corpus, mini answers first: the bundled model, trained for reuse and on that corpus. Then smollm2
+    answers, a small real model that is downloaded once; in a clone it reads pages of the documentation. A folder is
+    read by smollm2 alone, or by mini if smollm2 cannot be downloaded.
     """
     corpus = folder or corpus
     both = models.model is None and store is None and corpus == EXAMPLES / "corpus"
@@ -132,7 +133,7 @@ def _compare(
     with open_with_models(options, models, create=True) as kb:
         print_report(kb.ingest(read, progress=on_terminal()))
         asked = asked or _about_titles(kb, count)
-    # Opened again, as the next process would be: the first blocks come from disk.
+    # The store is opened again, as a later process would open it, so that the first blocks come from disk.
     with open_with_models(options, models) as kb:
         _warm_up(kb, asked[0], k)
         compared = [_ask_and_print(kb, question, k) for question in asked]
@@ -216,12 +217,15 @@ def _spread(questions: Sequence[DemoQuestion], count: int) -> list[DemoQuestion]
 
 
 def _warm_up(kb: RagCache, question: DemoQuestion, k: int) -> None:
-    """Run a first forward pass, which pays for start-up. It reads no block and keeps none: the cache stays cold."""
+    """Run a first forward pass, so that no measurement includes start-up. It reads and keeps no block."""
     _ask(kb, question, kb.retrieve(question.text, k), "full", max_tokens=1)
 
 
 def _ask_and_print(kb: RagCache, question: DemoQuestion, k: int) -> Comparison:
-    """Read the same passages by the default method, then in full: the same prompt, id by id."""
+    """Answer a question by the default method and by full prefill, print both answers, and return their comparison.
+
+    Both methods read the same passages, and the same prompt token by token.
+    """
     hits = kb.retrieve(question.text, k)
     say(f"\nQ ({question.hops} hop{'s' if question.hops > 1 else ''}): {question.text}")
     fused = _ask(kb, question, hits, None)
@@ -258,7 +262,7 @@ def missing_sources(question: DemoQuestion, answer: Answer) -> list[str]:
 
 
 def is_right(answer: str, expected: str) -> bool:
-    """Equal up to white space, case and a final full stop."""
+    """Return whether the answer equals the expected answer up to white space, case and a final full stop."""
     return _plain(answer) == _plain(expected)
 
 

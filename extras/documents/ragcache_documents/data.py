@@ -15,15 +15,15 @@ from ragcache.ingest.readers.plain import decode, read_bytes, storable
 
 
 class _Number(str):
-    """A number as it is written: 1.10 is a price, and no float holds twenty digits."""
+    """A number as the file writes it: a float would make 1.10 of a price 1.1, and cannot hold twenty digits."""
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """An object's names and values, with repeated names."""
+    """An object's names and values as pairs, which keep repeated names."""
 
 
 class _Outline(yaml.SafeDumper):
-    """Writes a text of several lines as lines, no character as an escape, and what occurs twice in full."""
+    """Dumper that writes a text of several lines as lines, characters without escapes, and repeated values in full."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -60,5 +60,6 @@ def read_json(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else f"the file is not JSON ({error})"
         raise ReaderError(path, reason) from error
     title = dict(found).get("title") if isinstance(found, _Pairs) else None
+    # YAML ends a document that is a single plain value with "...".
     text = storable(text).removesuffix("\n...\n") if found not in (None, []) else ""
     yield Document(document_id, text, title=title if isinstance(title, str) else "", source=document_id)

@@ -13,18 +13,18 @@ from ragcache.ingest.document import Document
 from ragcache.ingest.readers.plain import decode, decode_stated, read_bytes, storable
 from ragcache.ingest.text_blocks import MAX_TITLE, first_heading
 
-# The last two draw a formula that is MathML beside them.
+# The last two selectors match drawings of a formula that the page also states in MathML.
 DROPPED = [
     *("button", "head", "iframe", "nav", "noscript", "script", "select", "style", "svg", "template"),
     *(".katex-html", "mjx-math[aria-hidden=true]"),
 ]
 _DECLARED = re.compile(rb"""(?i)<(?:meta\b[^>]*?charset|\?xml\b[^>]*?encoding)\s*=\s*["']?\s*([\w.:-]+)""")
-# Code is unchanged. Elsewhere the converter writes two spaces at a line break, and escapes what a line of Markdown
-# would begin a list with: "1\. Opening hours".
+# Matches a code block, to leave it unchanged; elsewhere, the two spaces that the converter writes at a line break, and
+# its escape where Markdown would take the beginning of a line for a list: "1\. Opening hours".
 _WRITTEN = re.compile(r"(?ms)^[ >]*(?P<fence>`{3,}).*?^[ >]*(?P=fence)$| +$|^(?P<mark>[ >]*\d*)\\(?=[-+.)] )")
 
-# Comments, elements without visible text, the title, and all other tags: one after the other, in linear time. What is
-# not closed goes on to the end. An icon that is closed at once (<svg/>) has nothing in it.
+# Matches a comment, an element without visible text, the title or any other tag, in linear time over a page. A comment
+# or element that is not closed reaches to the page's end. An icon that is closed at once (<svg/>) counts as a tag.
 _INSIDE_TAG = r"""(?:"[^"]*+"?+|'[^']*+'?+|[^>"'])*+"""
 _MARKUP = re.compile(
     rf"""(?isx) <!--.*?(?:-->|\Z)
@@ -47,16 +47,19 @@ def read_html(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
 
 
 def markdown_of(page: str, where: Path) -> tuple[str, str]:
-    """Title and text of a page. Raises ReaderError where its elements are nested too deeply."""
+    """Return the title of a page, or else its first heading, and its text as Markdown.
+
+    Raises ReaderError, with the path `where`, if its elements are nested too deeply.
+    """
     from html_to_markdown import ConversionOptions, PreprocessingOptions, WarningKind, convert
 
-    # A width that wraps no line joins those that the source wraps.
+    # Wrapping at a width that no line reaches joins the lines that the source wraps.
     options = ConversionOptions(
         preprocessing=PreprocessingOptions(enabled=False), exclude_selectors=DROPPED, hidden_content="reachable",
         strip_tags=["b", "em", "i", "mark", "strong"], wrap=True, wrap_width=1 << 24, compact_tables=True,
         skip_images=True, extract_metadata=False,
     )  # fmt: skip
-    raised: Any = _Raised()  # its protocol wants every method
+    raised: Any = _Raised()  # the protocol of visitors demands all methods
     made = convert(_filled_down(storable(page)), options, raised)
     if any(warning.kind == WarningKind.DEPTH_LIMIT_EXCEEDED for warning in made.warnings):
         raise ReaderError(where, "its elements are nested too deeply")
@@ -65,9 +68,9 @@ def markdown_of(page: str, where: Path) -> tuple[str, str]:
 
 
 def _filled_down(page: str) -> str:
-    """Return the page with the text of each cell that spans rows in all of its rows, so that each row is whole.
+    """Return the page with the text of each cell that spans rows repeated in each of these rows.
 
-    Only short texts are repeated; below a longer text the cell is empty.
+    Only texts of up to MAX_TITLE characters are repeated; below a longer text the cells are empty.
     """
     if not _SPAN.search(page):
         return page
@@ -93,7 +96,9 @@ def _filled_down(page: str) -> str:
 
 
 class _Table:
-    """The cells of a table's row so far, and those that reach down from earlier rows by their column."""
+    """State of a table while its tags are read: the current cell, and by column the cells of earlier rows that reach
+    down into the current row.
+    """
 
     def __init__(self) -> None:
         self._below: dict[int, tuple[int, str]] = {}
@@ -101,7 +106,7 @@ class _Table:
         self._rows, self._is_open, self._is_row = 1, False, False
 
     def begin_cell(self, tag: re.Match[str]) -> Iterator[str]:
-        """Yield the cells that earlier rows have before this cell."""
+        """Begin a cell, and yield the cells that reach down from earlier rows directly before it."""
         self._is_row = True
         yield from self._from_above()
         spans = (_SPAN.search(tag[0]), _WIDTH.search(tag[0]))
@@ -119,7 +124,7 @@ class _Table:
         self._is_open = False
 
     def end_row(self, page: str, end: int) -> Iterator[str]:
-        """Yield the cells that earlier rows have behind the last cell of the row."""
+        """End the row, and yield the cells that reach down from earlier rows after its last cell."""
         self.end_cell(page, end)
         if self._is_row:
             yield from self._from_above()
@@ -154,7 +159,7 @@ def _as_seen(found: re.Match[str]) -> str:
 
 
 class _Raised:
-    """Keeps raised text apart: a power is no further digit, and a footnote's number belongs to no word."""
+    """Visitor that marks superscripts: 10^6 must not read as 106, nor a footnote's number as part of a word."""
 
     def __init__(self) -> None:
         self._linked = ""
@@ -164,7 +169,7 @@ class _Raised:
         return {"custom": text}
 
     def visit_superscript(self, _context: Any, text: str) -> dict[str, str]:
-        if text.startswith("[") or re.fullmatch(r"[^\W\d]{2,}", text.strip()):  # marked already; 1st, 2nd
+        if text.startswith("[") or re.fullmatch(r"[^\W\d]{2,}", text.strip()):  # marked already, or the end of 1st, 2nd
             return {"custom": text}
         return {"custom": f"[{text}]" if text == self._linked else f"^{text}"}
 
@@ -172,8 +177,8 @@ class _Raised:
 def decode_page(data: bytes, path: Path) -> str:
     """Decode a page as UTF-8, or in the encoding that it declares.
 
-    A declaration that was read as ASCII cannot mean UTF-16: such a page is UTF-8, as browsers read it (WHATWG, "prescan
-    a byte stream").
+    A declaration that can be read as ASCII cannot mean UTF-16: a page that declares UTF-16 or UTF-32 this way is UTF-8,
+    as browsers read it (WHATWG, "prescan a byte stream"). Raises ReaderError if the page is not in its encoding.
     """
     found = _DECLARED.search(data[:1024])
     declared = found[1].decode("ascii", "replace") if found else ""

@@ -59,7 +59,7 @@ class _Found(NamedTuple):
 
 
 def _read(part: EmailMessage, path: Path) -> _Found:
-    """Return a part's texts: of alternatives the first with any text, and the attachments of any part."""
+    """Return a part's texts and the names of its attachments. Of alternatives, only the first with text is read."""
     kind = part.get_content_type()
     if kind.startswith("multipart/"):
         inner = [_read(one, path) for one in part.iter_parts() if isinstance(one, EmailMessage)]
@@ -76,12 +76,12 @@ def _read(part: EmailMessage, path: Path) -> _Found:
         return forwarded
     if kind in ("text/plain", "text/html") and not part.is_attachment():
         return _Found([text] if (text := _text(part, path)) else [], [])
-    is_of_a_page = part["Content-ID"] is not None and not part.is_attachment()  # a picture of its text
+    is_of_a_page = part["Content-ID"] is not None and not part.is_attachment()  # a picture that the mail's page shows
     return _Found([], [] if is_of_a_page else [storable(part.get_filename() or kind)])
 
 
 def _text(part: EmailMessage, path: Path) -> str:
-    """Return the plain text, or the page as its reader renders it. UTF-8 is tried if the stated encoding is wrong."""
+    """Return the part's text; of a page, its Markdown. UTF-8 is tried if the stated encoding is wrong."""
     data = part.get_payload(decode=True)
     if not isinstance(data, bytes) or not data.strip():
         return ""

@@ -20,7 +20,7 @@ from ragcache_documents.slides import slide_places
 from ragcache_documents.titles import document_title
 
 TEXTUAL = (".ipynb", ".csv")
-# What converters write of a file without text: comments that number slides, and names of sheets.
+# Text that converters write even for an empty file: comments that number slides, and names of sheets.
 _MADE = re.compile(r"(?s:<!--.*?-->)|^## .*$", re.MULTILINE)
 
 
@@ -32,7 +32,7 @@ def read_converted(path: Path, document_id: str) -> Iterator[Document | ReaderEr
     text, places = edited(found.text, found.places, storable)
     if not any(map(str.isalnum, _MADE.sub("", text))):
         raise ReaderError(path, "there is no text in it")
-    # A workbook's headings are names of its sheets.
+    # A workbook's headings are names of its sheets, so the file's name is the better title.
     other = document_id.rpartition("/")[2] if suffix == ".xlsx" else first_heading(text)
     yield Document(document_id, text, title=found.title or other, source=document_id, places=places)
 
@@ -46,7 +46,7 @@ class _Converted(NamedTuple):
 
 
 def _convert(data: bytes, suffix: str, path: Path) -> _Converted:
-    """Convert a document. Raises ReaderError."""
+    """Convert a document to Markdown. Raises ReaderError if it is damaged or encrypted, or a package is missing."""
     try:
         from markitdown import MissingDependencyException, StreamInfo, converters
     except ImportError as error:
@@ -76,7 +76,7 @@ def missing_extra(suffix: str) -> str:
 
 
 class _Pages:
-    """Reads the pages that a converter makes as those of the web are read: a power stays apart from its digits."""
+    """Replaces markitdown's own HTML converter, so that pages inside documents are read as HTML files are."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

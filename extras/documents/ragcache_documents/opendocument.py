@@ -69,13 +69,17 @@ def _page(content: Element) -> str:
             marks[style.get(f"{_STYLE}name")] = mark
     notes: list[Element] = []
     page = [_html(content.find(f".//{_OFFICE}text"), marks, notes)]
-    for note in notes:  # it grows while its bodies are read
+    for note in notes:  # `_html` appends a note that a note refers to
         body = _html(note.find(f"{_TEXT}note-body"), marks, notes)
         page.append(f"<p>[{_number(note)}] {body.replace('<p>', '', 1)}")
     return "".join(page)
 
 
 def _html(root: Element | None, marks: dict[str | None, str], notes: list[Element]) -> str:
+    """Return an element as HTML, without hidden and deleted text, and append the notes in it to `notes`.
+
+    marks: how a style shows its text, by the style's name: "sup", "del", hidden, or "" for plain text
+    """
     out: list[str] = []
     stack: list[Element | str] = [] if root is None else [root]
     while stack:
@@ -181,6 +185,6 @@ def read_rtf(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
         from striprtf.striprtf import rtf_to_text
     except ImportError as error:
         raise ReaderError(path, missing_extra(".rtf")) from error
-    data = re.sub(rb"[\x80-\xff]", lambda byte: b"\\'%02x" % ord(byte[0]), data)  # of the encoding that the file states
+    data = re.sub(rb"[\x80-\xff]", lambda byte: b"\\'%02x" % ord(byte[0]), data)  # escaped: decoded as the file states
     shown = rtf_to_text(_as_shown(data).decode("ascii"), errors="replace")
     yield Document(document_id, storable(shown).strip(), source=document_id)

@@ -17,13 +17,13 @@ from ragcache.ingest.readers.plain import read_bytes, storable
 from ragcache.store.places import Place
 from ragcache_documents.html import stated_title
 
-# A line is taken as wrapped when the next line's first word would not have fitted into this share of the page's widest
-# line. Characters stand in for widths, so the share leaves room for proportional type. Behind the end of a sentence it
-# leaves none: a line end too many does no harm there, two paragraphs in one would.
+# A line is taken as wrapped if the next line's first word would not have fitted into this share of the page's widest
+# line. Widths are counted in characters, so the share leaves room for proportional type. After the end of a sentence it
+# leaves none: an extra line end does no harm there, but two paragraphs joined into one would.
 WRAP_SHARE = 0.85
 WRAP_SHARE_AFTER_SENTENCE = 1.0
-# A page without a line of so many characters has no full lines, and neither has a page on which every line begins as a
-# sentence does: a list of prices, addresses or times.
+# The widest line counts as this many characters at least: shorter lines were not wrapped. Neither were those of a page
+# on which no line begins with a small letter: a list of prices, addresses or times.
 FULL_LINE = 40
 BETWEEN_PAGES = "\n\n"
 # Flags of a form's fields and of their boxes on the page.
@@ -48,7 +48,7 @@ def read_pdf(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
     except (FileNotDecryptedError, DependencyError) as error:
         raise ReaderError(path, f"the PDF is encrypted ({error}); save it without encryption") from error
     except Exception as error:
-        # pypdf lets the errors of whatever it was parsing through, of any kind: a broken PDF is a broken PDF.
+        # A damaged PDF makes pypdf raise errors of any class.
         raise ReaderError(path, f"the PDF is damaged ({type(error).__name__}: {error})") from error
     written = [number for number, page in enumerate(pages) if page.strip()]
     if not written:
@@ -68,14 +68,14 @@ def _page_text(page: PageObject) -> str:
 
 
 def _filled_in(page: PageObject) -> Iterator[str]:
-    """Yield the name and value of the form's fields on the page that were filled in."""
+    """Yield `name: value` for each field of a form on the page that was filled in and is neither hidden nor secret."""
     for annotation in page.annotations or ():
         box = annotation.get_object()
         if box.get("/Subtype") != "/Widget" or int(box.get("/F", 0)) & _HIDDEN:
             continue
         kind, value = _of_field(box, "/FT"), _of_field(box, "/V")
         name = _of_field(box, "/TU") or _of_field(box, "/T")
-        if kind == "/Btn":  # a box is ticked, or one of several
+        if kind == "/Btn":  # its value is the state of a tick box or radio button
             value = box.get("/AS", value)
             value = None if value in (None, "/Off") else str(value).lstrip("/")
         if kind not in ("/Tx", "/Ch", "/Btn") or value in (None, "") or int(_of_field(box, "/Ff") or 0) & _PASSWORD:
@@ -102,13 +102,13 @@ def _labels(reader: PdfReader, num_pages: int) -> list[str]:
         stated = [storable(label).strip()[:MAX_LABEL] for label in reader.page_labels]
     except MemoryError:
         raise
-    except Exception:  # as above; a PDF with damaged labels has good pages
+    except Exception:  # of any class, as above; the pages may still be good
         stated = []
     return [label or str(number) for number, label in enumerate(stated + [""] * num_pages, 1)][:num_pages]
 
 
 def join_wrapped_lines(page: str) -> str:
-    """Return the page's text with a line per paragraph, if its lines were full; words cut at a line end are joined."""
+    """Return a page's text with wrapped lines joined into a line per paragraph, and hyphenated words joined."""
     lines = [line.rstrip() for line in page.splitlines()]
     widest = max([FULL_LINE, *map(len, lines)])
     if not any(line[:1].isalpha() and not line[:1].isupper() for line in map(str.strip, lines)):

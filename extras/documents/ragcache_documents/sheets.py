@@ -1,7 +1,7 @@
-"""Spreadsheets and lists.
+"""Spreadsheets and lists as Markdown tables.
 
-markitdown reads a sheet as columns of a single type: an empty cell is NaN, 3 is 3.0, and "NA" nothing; and every list
-as separated by commas.
+markitdown is not used for them: it takes each column of a sheet for a single type, so that an empty cell becomes NaN, 3
+becomes 3.0 and the text "NA" becomes empty, and it takes every list as separated by commas.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ from ragcache.ingest.readers.plain import storable
 from ragcache.store.places import Place
 
 _FORMULA = re.compile(rb"<f[ />]")
-PIECE = 1 << 20
+PIECE = 1 << 20  # bytes of a sheet's file that are searched at once
 SEPARATORS = ",;\t|"
-# Rows from which a list's separator is found.
+# First rows of a list by which its separator is found.
 TOLD_BY = 50
 MAX_NAME = 100
 MOST_COLUMNS = 1 << 14
 
 
 def workbook_tables(data: bytes) -> tuple[str, list[Place]]:
-    """Return each sheet as a table under its name. A formula is the value saved with it, or else the formula itself."""
+    """Return each visible sheet as a table under its name, and the places of sheets and rows in this text.
+
+    A formula's cell shows the value that was saved with it, or else the formula itself.
+    """
     from openpyxl import load_workbook
 
     load = partial(load_workbook, read_only=True)
@@ -62,7 +65,7 @@ _ATTRIBUTE = rb"""\s%s=["'](\d+)"""
 
 
 class _Layout(NamedTuple):
-    """How a sheet shows its cells. merged: first and last row of ranges, by the row and column of their first cell"""
+    """How a sheet shows its cells. merged: last row of each merged range, by the range's first row and column"""
 
     hidden_rows: set[int]
     hidden_columns: set[int]
@@ -117,7 +120,7 @@ def _matches(data: bytes, path: str, pattern: re.Pattern[bytes]) -> Iterator[re.
 
 
 def _rows(sheet: Any) -> Iterator[Sequence[object]]:
-    sheet.reset_dimensions()  # the file may state any number
+    sheet.reset_dimensions()  # the stated dimensions may be wrong
     return ([_cell_value(cell) for cell in row] for row in sheet.iter_rows())
 
 
@@ -141,7 +144,8 @@ def _cell_value(cell: Any) -> object:
 
 
 # Parts of a number format: currencies ([$EUR-407]), colours and conditions in brackets, quoted and escaped text, space
-# as wide as a character, filling, digits, and letters that mean themselves. Dates and fractions have others.
+# as wide as a character, filling, digits, and other characters that are shown as they are. A format of dates or
+# fractions has parts that match none of these.
 _FORMAT = re.compile(
     r'\[\$(?P<currency>[^\]-]*)[^\]]*\]|\[[^\]]*\]|"(?P<quoted>[^"]*)"|\\(?P<escaped>.)|_.|\*.'
     r"|(?P<digit>[0#?.])|(?P<grouping>,(?=[#?,]*[0#?]))|(?P<letter>[^\w@/,])"
@@ -150,7 +154,7 @@ _FORMAT = re.compile(
 
 @lru_cache
 def _format_parts(section: str) -> tuple[tuple[str, bool], ...]:
-    """Return the texts of a number format, each with whether it is a digit; () where the format is another kind's."""
+    """Return the parts of a number format, each with whether it is a digit; () if the format is of another kind."""
     parts = []
     at = 0
     while at < len(section):
@@ -232,10 +236,11 @@ def _table(rows: Iterable[Sequence[object]]) -> _Table:
 
 
 def list_table(text: str, path: Path) -> tuple[str, list[Place]]:
-    """Return the list as a table.
+    """Return the list as a table, and the places of its rows. Raises ReaderError if it is not a list of values.
 
-    Its separator is the stated separator of its first line, or the separator by which most rows are as wide as the
-    first, which has several cells: with semicolons, 3,50 is a number.
+    The separator is the character that a first line `sep=;` states. Without such a line it is the character by which
+    most of the first rows have as many cells as the first row, and more than one cell: between semicolons, 3,50 is then
+    a number.
     """
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # a cell may be as long as the text
     stated = re.match(r"sep=(.)\n", text)
@@ -255,7 +260,7 @@ def list_table(text: str, path: Path) -> tuple[str, list[Place]]:
 
 
 def _cell(value: object) -> str:
-    """Text of a cell as the sheet shows it: 15 digits, and no time of a bare date."""
+    """Return a cell's text as the sheet shows it: with at most 15 digits, and a bare date without a time."""
     if isinstance(value, bool):
         return str(value).upper()
     if isinstance(value, float):

@@ -1,6 +1,6 @@
 """Word documents and presentations as their programs show them, for converters that read the files' markup.
 
-Hidden text, slides and drafts are left out; text boxes, page headers and footers, automatic numbers and the marks of
+Hidden text and hidden slides are left out; text boxes, page headers and footers, automatic numbers and the marks of
 raised and struck text are written into the text.
 """
 
@@ -29,7 +29,10 @@ Trees = dict[str, Element]
 
 
 def as_shown(data: bytes, suffix: str) -> bytes:
-    """Return the file with the text that is shown. Raises BadZipFile, KeyError, ParseError."""
+    """Return the file, changed so that it holds the text that is shown.
+
+    Raises BadZipFile, KeyError or ParseError if the file is damaged.
+    """
     with ZipFile(BytesIO(data)) as archive:
         names = archive.namelist()
         changed = _document(archive, names) if suffix == ".docx" else _slides(archive, names)
@@ -65,7 +68,7 @@ def _slides(archive: ZipFile, names: Iterable[str]) -> Trees:
     changed: Trees = {}
     for name in filter(_SLIDE.fullmatch, names):
         changed[name] = slide = fromstring(archive.read(name))
-        if not _is_on(slide, "show"):  # it keeps its number
+        if not _is_on(slide, "show"):  # emptied, not removed: later slides keep their numbers
             notes = [path for kind, path in _related(archive, name).values() if kind == "notesSlide"]
             changed.update({path: fromstring(archive.read(path)) for path in notes})
             for tree in [slide, *(changed[path] for path in notes)]:
@@ -79,7 +82,7 @@ def _slides(archive: ZipFile, names: Iterable[str]) -> Trees:
 
 
 def _mark(run: Element) -> None:
-    """Write raised and struck text as pages write it: `10^6`, `~~12~~`."""
+    """Mark raised and struck text as in Markdown made from HTML: `10^6`, `~~12~~`."""
     look, text = run.find(f"{_A}rPr"), run.find(f"{_A}t")
     if look is None or text is None or not text.text or not text.text.strip():
         return
@@ -91,7 +94,7 @@ def _mark(run: Element) -> None:
 
 
 def _fill_down(table: Element) -> None:
-    """Repeat a merged cell's text in the rows below it, and write bars in cells so that they begin no column."""
+    """Repeat a merged cell's text in the rows that it covers, and escape bars in cells."""
     above: list[Element] = []
     for row in table.iter(f"{_A}tr"):
         cells = row.findall(f"{_A}tc")
@@ -127,7 +130,7 @@ def _document(archive: ZipFile, names: Iterable[str]) -> Trees:
         _lift_boxes(tree)
     if "numbering" in of:
         _Numbers(of["numbering"], styles).write(changed[main])
-        for level in of["numbering"].iter(f"{_W}lvl"):  # written now
+        for level in of["numbering"].iter(f"{_W}lvl"):  # its numbers are in the text now
             level[:] = [child for child in level if child.tag != f"{_W}pStyle"]
         changed["word/numbering.xml"] = of["numbering"]
     return changed
@@ -244,6 +247,7 @@ class _Numbers:
         return "" if id is None else id.get(f"{_W}val", ""), 0 if level is None else _int(level.get(f"{_W}val"), 0)
 
     def _next(self, id: str, rank: int) -> str:
+        """Count a paragraph of a list's level, and return its number as text; "" in a list with bullets."""
         levels, counts = self._levels[id], self._counts.setdefault(id, [])
         if levels[rank].format in ("bullet", "none"):
             return ""

@@ -11,7 +11,7 @@ _SLIDE = re.compile(r"^<!-- Slide number: (\d+) -->$\s*", re.MULTILINE)
 
 
 def slide_places(text: str) -> Iterator[Place]:
-    """Yield the places of the slides. Comments have no place: they may end the previous passage."""
+    """Yield the places of the slides. A comment's own place has no fields, because it may end the previous passage."""
     number = 0
     for mark in _SLIDE.finditer(text):
         if int(mark[1]) == number + 1:  # any other mark was written on a slide

@@ -1,4 +1,4 @@
-"""Titles: of Office documents in their own words, and as their properties state them."""
+"""Titles of Office documents, from their text or from their properties."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def document_title(data: bytes, suffix: str) -> str:
             shown = _title_paragraph(archive) if "word/styles.xml" in names else ""
             has_properties = not shown and "docProps/core.xml" in names
             stated = fromstring(archive.read("docProps/core.xml")).findtext(TITLE) if has_properties else ""
-    except (BadZipFile, KeyError, ParseError):  # of an optional part: the text was read
+    except (BadZipFile, KeyError, ParseError):  # an optional part is damaged, but the text was read
         return ""
     return shown or stated_title(stated or "")
 

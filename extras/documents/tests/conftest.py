@@ -1,3 +1,3 @@
-"""The files that readers of documents are given."""
+"""Files for the readers of documents."""
 
 from tests.ingest.conftest import write  # noqa: F401

@@ -1,4 +1,4 @@
-"""Office documents, e-books, tables, mail, JSON and code, read where ingestion reads them: under its limits."""
+"""Office documents, e-books, tables, mail, JSON and code, read as ingestion reads them: under its limits."""
 
 import json
 import sys
@@ -188,7 +188,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder) -> dict[str, Document | ReaderError]:
-    """What one reading process, with the limits of an ingestion, makes of each file."""
+    """Return the documents or errors that a single reading process, with ingestion's limits, makes of each file."""
     reader = IsolatedReader()
     try:
         records = {file.path.name: list(reader.read(file)) for file in find_files([folder]).files}
@@ -313,7 +313,7 @@ def test_cells_keep_their_own_types(tmp_path):
 
 
 def places_in(document: Document, *words: str) -> list[dict[str, object]]:
-    """The place of the line that each begins."""
+    """Return, for each of `words`, the place of the text from there to the end of its line."""
     index = PlaceIndex(document.text, document.places)
     starts = [document.text.index(word) for word in words]
     return [index.between(start, (document.text + "\n").index("\n", start)) for start in starts]
@@ -368,7 +368,7 @@ def read(path: Path, data: bytes | str) -> Document | ReaderError:
 
 
 def test_json_is_read_as_it_is_written(tmp_path):
-    """Numbers digit by digit, names as often as they stand there, and no character as an escape."""
+    """Numbers keep their digits, repeated names are kept, and no character becomes an escape."""
     long = "9" * 5000
     numbers = f'"price": 1.10, "exact": 0.1234567890123456789012, "far": 1e400, "count": {long}, "none": NaN'
     given = (

@@ -1,4 +1,4 @@
-"""What the readers of web pages and of PDF make of good and bad files."""
+"""Documents and errors that the readers of web pages and of PDF make of good and bad files."""
 
 import io
 import random
@@ -188,7 +188,7 @@ def test_pdf_pages_and_title(write):
 
 
 def test_pages_are_called_what_the_pdf_calls_them(write):
-    """Blank pages count."""
+    """Blank pages count, too."""
     stream = io.BytesIO()
     writer = PdfWriter(clone_from=PdfReader(io.BytesIO(pdf_of(["Preface.", "", "Chapter one.", "More."]))))
     writer.set_page_label(0, 1, style="/r")

@@ -1,1 +1,1 @@
-"""Answer quality of every fusion method, measured the same way, and the gate that says which are safe for a model."""
+"""Measures the answers of all fusion methods in the same way, and checks which methods are safe for a model."""

@@ -1,4 +1,4 @@
-"""BM25 over a small corpus: near passages as distractors, with no model and the same in every process."""
+"""BM25 over a small corpus: finds similar passages without a model, and the same in every process."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class CasePassage(NamedTuple):
 
     def rendered(self) -> str:
         """Return the passage's text as ingestion writes it: below its title, one newline at the end."""
-        return f"{headed(self.title, self.text.rstrip())}\n"  # a first line may be indented
+        return f"{headed(self.title, self.text.rstrip())}\n"  # only at its end: the first line may be indented
 
     def behind_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
         """Return each text of `behind`, tokenised alone."""
@@ -42,8 +42,8 @@ class Case:
 
     id:       names the case in the results
     answers:  gold answers; any of them is right; may be empty
-    question_id: cases that are not independent (the same question with its gold passage at several positions, questions
-              over the same context) share it; intervals respect that
+    question_id: shared by cases that are not independent, such as the same question with its gold passage at several
+              positions, or questions over the same context; intervals are computed over these groups
     cell:     the key that results are broken down by: {"hops": 2}, {"gold_position": 3}
     """
 

@@ -1,4 +1,4 @@
-"""The gate for users of blending: which methods answer as full prefill does, on this model and these passages."""
+"""Check which fusion methods answer as full prefill does, on a model and its passages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ class Thresholds:
                 raise ConfigError(f"{one.name.replace('_', '-')} is {value}; choose a share between 0 and 1")
 
     def broken_by(self, row: Row, full: Row) -> str:
-        """Return the thresholds that a method breaks, in words; empty if it keeps them all."""
+        """Return the thresholds that a method breaks as text; "" if it keeps them all.
+
+        row, full: results of the method and of full prefill over the same questions
+        """
         found = {name: estimate.mean for name, estimate in row.quality.items()}
         least = {"top1_answer": self.min_agreement, "same_answer": self.min_same_answer}
         wrong = [f"{_WORDS[n]} {found[n]:.3f} is below {limit:g}" for n, limit in least.items() if found[n] < limit]
@@ -70,7 +73,7 @@ class Checked(NamedTuple):
 
 
 class Check:
-    """A check of some methods on a model and some questions. `scores()` does the work, `finish()` judges."""
+    """A check of methods on a model and questions. Iterate `scores()` to measure, then call `finish()` to judge."""
 
     def __init__(
         self,
@@ -85,8 +88,13 @@ class Check:
         """Prepare the check of `specs` over blocks as the store encodes them.
 
         Args:
-            neighbours: neighbours that each passage is encoded after.
-            primer: ids of the primer that each passage is encoded after; none without a primer.
+            runner: runs the methods; its reference is always full prefill's answer.
+            source: description of the questions, for the verdict.
+            neighbours: number of neighbours that each passage is encoded after.
+            primer: ids of the primer that each passage is encoded after; () without a primer.
+
+        Raises:
+            ConfigError: a spec states how blocks are encoded, which the store decides (`kept`, `neighbours`).
         """
         self.runner = Runner(runner.lm, runner.form, replace(runner.settings, reference="full"))
         sparse = next((spec for spec in specs if spec.kept < 1), None)
@@ -142,7 +150,7 @@ class Check:
         return self.runner.fits(case.prompt(self.runner.lm.tokenizer, self.runner.form))
 
     def _refusal(self, spec: MethodSpec) -> str:
-        """Why this model cannot do a method at all; empty when it can."""
+        """Return why this model cannot run a method at all, found by reading a question; "" if it can."""
         if spec.name == FULL or self._probe is None:
             return ""
         try:

@@ -1,4 +1,4 @@
-"""check."""
+"""`ragcache check`: find the methods that are safe for a model and a store's passages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class QuestionOptions:
-    """The questions, and the passages below them."""
+    """Options of the questions, and of the passages that are read with them."""
 
     store: Annotated[
         Path | None, option("--store", "Check on this store's passages, and keep the verdict there for method auto.")
@@ -113,10 +113,10 @@ def check(
     max_tokens: Annotated[int, option("--max-tokens", "Longest answer, in tokens.", min=1)] = 32,
     as_json: Json = False,
 ) -> None:
-    """Say which fusion methods are safe for a model: they answer as full prefill does.
+    """Find the fusion methods that are safe for a model: those that answer as full prefill does.
 
-    Without questions, half sentences of the store's passages are to be completed; without a store, questions about
-    generated text are asked, and so nothing is said about your documents. The exit status is 1 when no method is safe.
+    Without --data, the questions are to complete sentences of the store's passages. Without --store, they are about
+    generated text, so the verdict says nothing about your documents. The exit status is 1 if no method is safe.
     """
     from ragcache.engine.verdict import save_verdict
     from ragcache_eval.check import Check, Thresholds

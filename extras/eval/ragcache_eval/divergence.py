@@ -6,10 +6,10 @@ from torch import Tensor
 
 
 def kl_divergence(reference: Tensor, other: Tensor) -> Tensor:
-    """KL(reference || other) in nats, float64 [...]; both are logits [..., vocab_size]."""
+    """Return KL(reference || other) in nats as float64 [...]. Both are logits [..., vocab_size]."""
     p = reference.double().log_softmax(-1)
     q = other.double().log_softmax(-1)
-    # exp(p) * (p - q) is 0 * inf where p has no mass at all.
+    # Where p has no mass at all, exp(p) * (p - q) is 0 * inf.
     return (p.exp() * (p - q)).where(p.exp() > 0, 0.0).sum(-1).clamp_min(0.0)
 
 

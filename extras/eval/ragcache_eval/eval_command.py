@@ -1,4 +1,4 @@
-"""eval: the user's own questions, or a public set's."""
+"""`ragcache eval`: measure methods on the user's own questions or on those of a public set."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ def print_rows(title: str, rows: list[Row]) -> None:
 
 
 def _file_names(sources: list[str]) -> dict[str, str]:
-    """Return a file name for each source; "registry:hops=2" becomes "registry-hops=2"."""
+    """Return a file name for each source; "registry:hops=2" becomes "registry-hops=2".
+
+    Raises ConfigError if two sources have the same file name.
+    """
     names = {source: _file_name(source) for source in sources}
     if len(set(names.values())) < len(names):
         raise ConfigError("two sources would be written to files of one name; give each an --out of its own")

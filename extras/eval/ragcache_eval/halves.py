@@ -1,4 +1,4 @@
-"""Questions made from passages, for users who have none: half a sentence is given, the other half is wanted."""
+"""Questions made from passages, for users without questions: complete a sentence, given its first half."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ def completion_cases(
     seed: int = 0,
     behind: Sequence[tuple[str, ...]] | None = None,
 ) -> list[Case]:
-    """Return cases over the given chunk texts: a sentence each, its chunk among others in an order drawn by `seed`.
+    """Return cases over the given chunk texts, each of which asks to complete a sentence of a chunk.
 
-    behind: for each chunk, the texts that precede it when it is read; None: no texts
+    A case's passages are this chunk and other chunks, in an order drawn by `seed`; all chunks if there are fewer than
+    `passages`. The same texts and seed give the same cases. Raises ConfigError if no chunk has a sentence of 8 to 40
+    words.
 
-    A context has all chunks if there are fewer than `passages`. The same texts and seed give the same cases.
-    Raises ConfigError if no chunk has a sentence of 8 to 40 words.
+    behind: for each chunk, the texts that precede it when it is encoded; None: no texts
     """
     rng = random.Random(f"completion/{seed}")
     places = [place for place, text in enumerate(texts) if next(_usable(text), None)]

@@ -40,7 +40,7 @@ def estimate(values: Sequence[float | bool], clusters: Sequence[Hashable] | None
 
 
 def wilson(right: int, asked: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share (Wilson 1927), which keeps its level near 0 and 1; the normal does not."""
+    """Return the 95 % interval of a share (Wilson 1927). Unlike the normal one it keeps its level near 0 and 1."""
     share = right / asked
     middle = share + Z * Z / (2 * asked)
     half = Z * (share * (1 - share) / asked + Z * Z / (4 * asked * asked)) ** 0.5
@@ -49,7 +49,10 @@ def wilson(right: int, asked: int) -> tuple[float, float]:
 
 
 def bootstrap(values: Sequence[float | bool], clusters: Sequence[Hashable] | None = None) -> tuple[float, float]:
-    """95 % percentile interval of the mean over 2,000 resamples of whole clusters; the same for the same values."""
+    """Return the 95 % percentile interval of the mean over 2,000 resamples of whole clusters.
+
+    It is the same for the same values.
+    """
     names = list(range(len(values))) if clusters is None else list(clusters)
     places = {name: place for place, name in enumerate(dict.fromkeys(names))}
     owner = np.array([places[name] for name in names])

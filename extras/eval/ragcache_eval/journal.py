@@ -26,16 +26,17 @@ class Key(NamedTuple):
 class Score:
     """A method's score on a question. Scores whose input is missing (gold answers, full prefill) are None.
 
-    accuracy, exact_match, f1: see metrics; accuracy is a share if all answers are required
+    accuracy, exact_match, f1: see metrics
     kl_first, kl_answer: KL(full prefill || method) in nats: at the answer's first token; mean along the reference
                          answer, given token by token
     top1_first, top1_answer: whether both choose the same first token; share of the reference's tokens that both choose
     same_answer:   whether the method wrote the same answer as full prefill
     kept_share:    tokens held after prefill / tokens of the prompt, mean over layers
     computed_share: tokens run for this question / tokens of the prompt, mean over layers
-    encode_s:      making this question's blocks, which ingestion pays once per passage
-    place_s, prefill_s, ttft_s: placing blocks, the forward pass, from blocks in memory to the first token
-    skipped:       the reason if it was not measured
+    encode_s:      seconds to make this question's blocks, which ingestion pays once per passage
+    place_s, prefill_s, ttft_s: seconds to place the blocks, for the forward pass, and for both: from blocks in memory
+                   to the first token
+    skipped:       the reason why the question was not measured; "" if it was
     """
 
     case: str
@@ -77,7 +78,7 @@ class Ledger:
 
 
 class Journal(Ledger):
-    """The file of a run. Opened again with the same settings, it lists the results already measured.
+    """The file of a run. Opened again with the same settings, `done` holds the scores already measured.
 
     Raises ConfigError if the file belongs to other settings or is not a journal.
     """

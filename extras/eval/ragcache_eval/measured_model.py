@@ -90,7 +90,11 @@ class EvalOptions:
     def run_source(
         self, runner: Runner, source: str, cases: list[Case], specs: list[MethodSpec], name: str
     ) -> list[Row]:
-        """Measure a set and write its tables."""
+        """Measure a question set, write its tables, and return their rows.
+
+        Each score is added to NAME.results.jsonl in the results' directory at once, and scores found there are not
+        measured again. The tables are NAME.json and NAME.md.
+        """
         from ragcache_eval.journal import Journal
         from ragcache_eval.report import summarise, write_report
         from ragcache_eval.runner import NO_PASSAGES

@@ -22,7 +22,7 @@ from ragcache_eval.settings import split_settings
 
 FULL = "full"
 COMMA = re.compile(r",(?![^\[]*\])")
-"""Separates methods; one within brackets, as in "prophet:layers=[4,9]", does not."""
+"""A comma between methods. A comma within brackets, as in "prophet:layers=[4,9]", is part of an option."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class MethodSpec:
     options: of the method, as given
     recipe:  name of the recipe that its blocks are encoded under; None for the method's own choice
     kept:    share of its blocks' KV that the recipe keeps; 1: all
-    neighbours: other passages that precede each passage when it is encoded, of those that the questions name; 0: none
-    primer:  of recipe "primer": a shipped primer's name, a text, or a store's ids; "": the default primer
+    neighbours: number of the passages named by the questions after which each passage is encoded; 0: none
+    primer:  for recipe "primer": a shipped primer's name, a text, or a store's ids; "": the default primer
     """
 
     label: str
@@ -47,10 +47,11 @@ class MethodSpec:
 
     @classmethod
     def parse(cls, text: str) -> MethodSpec:
-        """Read "[LABEL=]NAME[:option=value...]"; `recipe` goes with every method, `neighbours` with those that move
-        blocks, `kept` with those that only move them.
+        """Read "[LABEL=]NAME[:option=value...]".
 
-        Raises ConfigError as `get_method` does.
+        Beside its own options, every method takes a `recipe` that its blocks can have. Methods that reuse blocks take
+        `neighbours`, and those that can read blocks without part of their KV take `kept`. Raises ConfigError for an
+        option that the method does not take, and as `get_method` does.
         """
         head, _, tail = text.strip().partition(":")
         label, equals, name = head.rpartition("=")
@@ -142,7 +143,10 @@ def usable_methods(specs: Sequence[MethodSpec], lm: ModelCard) -> list[MethodSpe
 
 
 def why_not(spec: MethodSpec, lm: ModelCard) -> str | None:
-    """Why this model cannot use the method as it is: training or options that it wants are not there. None: it can."""
+    """Return why this model cannot use the method unchanged, such as missing training or a missing option.
+
+    Returns None if it can.
+    """
     try:
         method = spec.method()
         method.check(lm, Prompt([], [[0], [0]], [0]))

@@ -17,7 +17,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalise(text: str) -> str:
-    """SQuAD's: lower case, without ASCII punctuation and English articles, single spaces.
+    """Return the text as SQuAD normalises it: lower case, no ASCII punctuation or English articles, single spaces.
 
     A text of nothing but articles ("A") keeps them: as the empty string it would be found in every prediction.
     """
@@ -52,7 +52,7 @@ def exact_match(prediction: str, answers: Sequence[str]) -> bool:
 
 
 def token_f1(prediction: str, answers: Sequence[str]) -> float:
-    """Harmonic mean of precision and recall over the bags of normalised words."""
+    """Return the harmonic mean of precision and recall over the bags of normalised words, for the best gold answer."""
     return max(_f1(normalise(prediction).split(), normalise(answer).split()) for answer in answers)
 
 

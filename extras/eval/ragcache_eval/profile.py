@@ -22,15 +22,18 @@ def can_profile(spec: MethodSpec) -> bool:
 
 
 class Profile:
-    """A search for the layers of a `prophet` spec. `scores()` does the work; `spec` is then the method with them.
+    """A search for the layers of a `prophet` spec. Iterate `scores()` to search; `spec` then names the layers found.
 
-    First each layer chooses alone, then each together with the layers already found, `count` times: a round keeps the
-    layer whose answers come nearest to full prefill's (least mean KL along its answer). QCFuse's own profiling is not
-    known here.
+    In the first of `count` rounds each layer chooses alone, in later rounds together with the layers already found. A
+    round keeps the layer whose answers are nearest to full prefill's (least mean KL along full prefill's answer). How
+    QCFuse itself profiles layers is not known.
     """
 
     def __init__(self, runner: Runner, cases: Sequence[Case], spec: MethodSpec, count: int) -> None:
-        """Raise ConfigError for another method, for a spec that names layers, and without questions."""
+        """Prepare a search for `count` layers, at most all of the model's.
+
+        Raises ConfigError if the method is not `prophet`, if the spec names layers, or if there are no cases.
+        """
         if not can_profile(spec):
             raise ConfigError(f"{spec.label}: layers are profiled for {PROFILED} alone, where none are named")
         if not cases:

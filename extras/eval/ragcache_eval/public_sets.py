@@ -23,13 +23,13 @@ class PublicSettings:
     """How a set is read.
 
     split:       folder of the questions below the directory
-    positions:   where the gold passage goes: "each" place, one after another (those that the set names, if
-                 any), "0/4/9", or "given" to leave the order alone; "" is "each" for sets that name positions and
-                 "given" for others
-    passages:    passages a question, gold ones included; 0: all that the set brings, and 10 of a corpus
-    joined:      so many passages in a row are read as one, each below its title
-    distractors: of a corpus set, the others: "near" the question by BM25, or "random"
-    seed:        of random distractors and of the order of corpus passages
+    positions:   positions of the gold passage, each of which makes a case: "0/4/9", "each" for all positions (those
+                 that the set names, if it names any), or "given" to leave the order alone; "" is "each" for sets that
+                 name positions and "given" for others
+    passages:    passages per question, gold passages included; 0: all that the set gives, or 10 from a corpus
+    joined:      number of consecutive passages that are joined into one, each below its title
+    distractors: how a set with a corpus gets its other passages: "near" the question by BM25, or "random"
+    seed:        seed of random distractors and of the order of passages from a corpus
     """
 
     split: str = "dev"
@@ -56,7 +56,7 @@ def public_names(directory: Path, split: str = "dev") -> list[str]:
 def public_cases(name: str, directory: Path, settings: PublicSettings, limit: int | None = None) -> list[Case]:
     """Return the first `limit` questions of a set, each at every requested position.
 
-    Raises ConfigError naming the available sets.
+    Raises ConfigError, which names the available sets, if there is no such set.
     """
     entries = read_entries(_find(name, directory, settings.split))[:limit]
     filled = _from_corpus(entries, directory, settings)

@@ -37,7 +37,7 @@ def read_entries(path: Path) -> list[QuestionLine]:
 
 
 def read_objects(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield every line's object and its location. Raises ConfigError."""
+    """Yield each line's object and its location for messages. Raises ConfigError if a line is not an object."""
     try:
         opener = gzip.open if path.suffix == ".gz" else open
         with opener(path, "rt", encoding="utf-8-sig") as file:
@@ -60,7 +60,7 @@ def _object(line: str, where: str) -> dict[str, Any]:
 
 
 def read_entry(fields: Mapping[str, Any], where: str) -> QuestionLine:
-    """Read the object of a line. Raises ConfigError."""
+    """Return the question that a line's object states. Raises ConfigError naming `where` and the wrong field."""
     question = fields.get("question")
     if not isinstance(question, str) or not question.strip():
         raise ConfigError(f"{where}: there is no question; give it a text 'question'")

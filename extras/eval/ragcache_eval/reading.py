@@ -46,7 +46,11 @@ class PromptReader:
     def __init__(
         self, lm: LanguageModel | EmbeddedModel, prompt: Prompt, reserve_tokens: int, behind: Sequence[Neighbours] = ()
     ) -> None:
-        """Read `prompt`. behind: for each chunk, ids that may precede it when it is encoded, in order; (): not known"""
+        """Prepare to read `prompt`.
+
+        reserve_tokens: tokens of the answer that the cache has room for
+        behind: for each chunk, the ids of the texts that may precede it when it is encoded, in order; (): not known
+        """
         self.lm = lm
         self.prompt = prompt
         self.reserve_tokens = reserve_tokens
@@ -60,7 +64,7 @@ class PromptReader:
         return cls(lm, case.prompt(lm.tokenizer, form), reserve_tokens, behind)
 
     def ask(self, suffix_ids: Sequence[int]) -> Self:
-        """Return a reader of the same passages before another suffix; blocks serve both."""
+        """Return a reader of the same passages with another suffix. Both readers share the blocks."""
         prompt = Prompt(self.prompt.prefix_ids, self.prompt.chunk_ids, suffix_ids)
         other = type(self)(self.lm, prompt, self.reserve_tokens, self.behind)
         other._encoded = self._encoded
@@ -74,11 +78,11 @@ class PromptReader:
         neighbours: int = 0,
         primer: str | tuple[int, ...] = "",
     ) -> tuple[FuseOutput, float]:
-        """Run the fused prefill over blocks in memory; return it with the seconds that making the blocks took.
+        """Run fused prefill over blocks in memory, and return its output and the seconds that making the blocks took.
 
         kept:  share of their KV that the blocks hold
-        neighbours: how many of `behind` precede each chunk when it is encoded, at most: the last ones
-        primer: of recipe "primer", as `Recipe` takes it
+        neighbours: each chunk is encoded after at most this many texts of `behind`, the last of them
+        primer: for recipe "primer", as `Recipe` takes it
 
         Raises the errors of `rc.fuse`, and ConfigError for neighbours if no chunk has any.
         """
@@ -99,7 +103,7 @@ class PromptReader:
         return self.lm.prefill(plan, blocks or [], self.reserve_tokens)
 
     def _blocks(self, recipe: Recipe, prefix_ids: tuple[int, ...]) -> Encoded:
-        """Return the blocks of all chunks, and the prefix's with a method's additions; equal blocks are made once."""
+        """Return the blocks of all chunks, and the KV of the prefix with a method's additions; both are made once."""
         key = (recipe, prefix_ids)
         if key not in self._encoded:
             prefix = self.lm.read(prefix_ids) if prefix_ids else None

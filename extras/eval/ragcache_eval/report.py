@@ -30,9 +30,9 @@ COSTS = ("kept_share", "computed_share", "prompt_tokens", "encode_s", "place_s",
 class Row:
     """A method's results over some of the questions.
 
-    method: its label; cell: the properties that the questions share, empty for all questions
-    questions: measured; skipped: not measured, with the reason of the first
-    quality: by metric, those available; costs: medians
+    method: label of the method; cell: the properties that the questions share, empty for all questions
+    questions: number of questions measured; skipped: number not measured; skipped_because: the first one's reason
+    quality: means by metric, where available; costs: medians by name
     """
 
     method: str
@@ -90,7 +90,7 @@ def _costs(scores: Sequence[Score]) -> Iterator[tuple[str, float]]:
 
 
 def write_report(directory: Path, name: str, header: Mapping[str, Any], rows: Sequence[Row]) -> list[Path]:
-    """NAME.json and NAME.md in a directory. Raises StoreFullError, StoreReadOnlyError."""
+    """Write NAME.json and NAME.md, and return their paths. Raises StoreFullError, StoreReadOnlyError."""
     value = {**header, "rows": [row.to_json() for row in rows]}
     texts = {f"{name}.json": json.dumps(value, indent=2) + "\n", f"{name}.md": markdown(name, header, rows)}
     for file_name, text in texts.items():

@@ -31,9 +31,9 @@ class RunSettings:
     """How answers are written and compared.
 
     max_tokens:  longest answer; stop: strings that end it
-    on_overflow: a question whose prompt does not fit the model: "error", or "skip" it and say so
-    reference:   the answer along which distances are taken: the "gold" one (full prefill's where there is none), or
-                 always that of "full" prefill
+    on_overflow: if a prompt does not fit the model: raise an "error", or "skip" the question with a score that says so
+    reference:   the answer along which distances are taken: "gold", or full prefill's if a question has no gold answer;
+                 or always full prefill's ("full")
     """
 
     max_tokens: int = 32
@@ -69,7 +69,7 @@ class Runner:
         return prompt.num_tokens + self.settings.max_tokens <= self.lm.max_positions
 
     def describe(self) -> dict[str, Any]:
-        """Everything that results depend on besides cases and methods: the journal's settings."""
+        """Return everything that results depend on besides cases and methods, as the journal's settings."""
         return {
             "fingerprint": self.lm.fingerprint,
             "prefix": digest(list(self.form.prefix_ids)),
@@ -180,7 +180,7 @@ class Runner:
 def case_digest(case: Case) -> str:
     """Return 16 hex digits that name the case's content."""
     passages = [list(p) for p in case.passages]
-    every = False  # of the answers: journals keep their names
+    every = False  # a setting that is no longer there: without it, existing journals would be measured again
     return digest([case.question, passages, list(case.answers), every])[:16]
 
 
@@ -199,7 +199,7 @@ def answer_scores(prediction: str, case: Case) -> dict[str, Any]:
 
 
 def distance(reference: Tensor, other: Tensor) -> dict[str, Any]:
-    """Divergence and agreement of logits [answer_tokens, vocab_size] of full prefill and of the method."""
+    """Return divergence and agreement of full prefill's and a method's logits, both [answer_tokens, vocab_size]."""
     kl = kl_divergence(reference, other)
     agrees = top1_agrees(reference, other)
     return {

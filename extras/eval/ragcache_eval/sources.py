@@ -18,7 +18,7 @@ def load_cases(source: str, *, directory: Path | None = None, limit: int | None 
     """Return the cases of a source.
 
     source:       a file; the name of a set in `directory`; or a name in GENERATED; settings may follow after ":"
-    limit:        questions to take; of generators with several cells, questions per cell
+    limit:        most questions to take; for a generator with several cells, the number of questions per cell
 
     Raises ConfigError naming the available sources, the wrong setting, or the line that is not a question.
     """

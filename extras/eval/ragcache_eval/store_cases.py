@@ -1,4 +1,4 @@
-"""A store's own passages: under questions of the user's, as retrieval finds them, or under questions made from them."""
+"""Cases over a store's passages: the user's questions, with passages by retrieval, or questions made from passages."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ def asked_of(
     embedder: str | None = None,
     limit: int | None = None,
 ) -> list[Case]:
-    """Return the questions of a file, each with the passages that the store's retriever finds, best first. In a store
-    without documents the passages are ranked by BM25.
+    """Return the questions of a file, each with the passages that the store's retriever finds, best first.
 
-    Lines that bring passages of their own keep them. Raises ConfigError, EmbedderError.
+    In a store without documents the passages are ranked by BM25. Lines that have passages keep these. Raises
+    ConfigError if nothing is retrieved for a question, and EmbedderError.
     """
     entries = read_entries(file)[:limit]
     if not store.documents.documents(limit=1):

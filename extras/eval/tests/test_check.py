@@ -1,4 +1,4 @@
-"""The gate finds a broken method and keeps it from being chosen."""
+"""The check finds a broken method, which is then not chosen."""
 
 import json
 from copy import copy
@@ -39,7 +39,7 @@ LIMITS = Thresholds(min_agreement=0.9, max_kl=0.5, min_same_answer=0.0)
 
 @dataclass(frozen=True)
 class Broken(Reposition):
-    """Forgets what the chunks say: their values become zero."""
+    """A method that loses the chunks' content: their values become zero."""
 
     name: ClassVar[str] = "broken"
 
@@ -50,7 +50,7 @@ class Broken(Reposition):
 
 @dataclass(frozen=True)
 class Exact(FusionMethod):
-    """Reads everything, and says so under another name: a method that must pass."""
+    """Full prefill under another name: a method that must pass."""
 
     name: ClassVar[str] = "exact"
     paper: ClassVar[str] = ""
@@ -92,7 +92,7 @@ def test_a_broken_method_fails_and_auto_does_not_take_it(extra, runner, store, t
     broken, exact = verdict.methods
     assert (broken.safe, exact.safe) == (False, True)
     assert "below 0.9" in broken.reason or "above 0.5" in broken.reason
-    assert broken.computed_share < exact.computed_share  # it would be the cheaper one
+    assert broken.computed_share < exact.computed_share  # it would be cheaper
     assert exact.figures["kl_answer"] == 0.0
     save_verdict(store, verdict)
     with rc.RagCache.open(store, model=tiny, embedder=BagOfWords(), method="auto") as kb:
@@ -111,7 +111,7 @@ def test_shipped_primers_are_tried_and_stay_out_of_the_choice(runner, store, tin
     verdict = check.finish().verdict
     alone, *behind = verdict.methods
     assert [one.primer for one in behind] == ["64", "128", "256"]
-    assert "give one of half of them" in behind.pop().reason  # this tokenizer makes it longer than half of the context
+    assert "give one of half of them" in behind.pop().reason  # longer than half of the context here
     for found in behind:
         far = []
         for case in cases:
@@ -123,7 +123,7 @@ def test_shipped_primers_are_tried_and_stay_out_of_the_choice(runner, store, tin
         assert found.figures["kl_first"] == pytest.approx(sum(far) / len(far), rel=1e-3)
     nearest = min((alone, *behind), key=lambda one: one.figures["kl_answer"])
     assert verdict.best_primer == (None if nearest is alone else (alone, nearest))
-    assert verdict.best() is alone  # safe by these limits, and the others are about blocks that the store does not have
+    assert verdict.best() is alone  # safe by these limits; the other methods need blocks that the store lacks
     at = [replace(one, figures={**one.figures, "kl_answer": kl}) for one, kl in ((alone, 0.4), (behind[0], 0.1))]
     _print_verdict(replace(verdict, methods=at), None)
     said = " ".join(capsys.readouterr().out.split())
@@ -177,7 +177,7 @@ def test_a_store_with_a_primer_is_judged_behind_it(runner, tmp_path, tiny, caplo
     ("chosen_from", "count"), [("document", 2), pytest.param("similarity", 1, marks=pytest.mark.slow)]
 )
 def test_a_store_is_judged_as_its_passages_are_read(extra, runner, tmp_path, tiny, caplog, chosen_from, count):
-    """Passages stand behind their neighbours; and what was found counts for such a store alone."""
+    """Passages are encoded after their neighbours, and the verdict is used for such stores only."""
     options = {"model": tiny, "embedder": BagOfWords(), "chunker": rc.ChunkerConfig(max_tokens=70, min_tokens=1)}
     config = rc.StoreConfig(neighbours=count, neighbours_from=chosen_from)
     with rc.RagCache.open(tmp_path / "kb", store=config, **options) as kb:
@@ -226,7 +226,7 @@ def test_without_a_safe_method_auto_reads_whole_prompts(extra, runner, store, ti
 
 
 def test_distances_are_taken_along_the_answer_of_full_prefill(runner):
-    """A gold answer decides about accuracy alone."""
+    """A gold answer counts for accuracy alone."""
     with_gold = run(runner, [replace(CASE, answers=("nothing like it",))], ("reposition",)).methods[0]
     without = run(runner, [CASE], ("reposition",)).methods[0]
     assert with_gold.figures["kl_answer"] == pytest.approx(without.figures["kl_answer"])
@@ -249,7 +249,7 @@ def test_thresholds_decide(runner):
     ("whole", "found", "safe"), [(0.5, 0.486, True), (0.5, 0.48, False), (0.0, 0.0, True), (0.9, 1, True)]
 )
 def test_a_loss_of_accuracy_is_a_share_of_full_prefills(whole, found, safe):
-    """0.02 of 0.5 is a twenty-fifth, and 0.03 of it may be lost."""
+    """0.02 of 0.5 is a loss of 4 %, and 3 % may be lost."""
 
     def row(accuracy: float) -> Row:
         exact = {"top1_answer": 1.0, "same_answer": 1.0, "kl_answer": 0.0, "accuracy": accuracy}
@@ -283,7 +283,7 @@ def test_nothing_that_fits_is_an_error(runner):
 
 @pytest.fixture
 def kv_alone(tiny, tmp_path):
-    """A store that holds KV, and no document."""
+    """Return the path of a store that holds KV and no documents."""
     alone = rc.StoreConfig(neighbours=0)
     with rc.RagCache.open(tmp_path / "alone", model=tiny, embedder=BagOfWords(), store=alone) as kb:
         kb.precompute([rc.Document(name, text) for name, text in TEXTS.items()], collection="theirs")
@@ -291,7 +291,7 @@ def kv_alone(tiny, tmp_path):
 
 
 def test_a_store_of_kv_alone_is_judged_by_its_passages(extra, runner, kv_alone, tiny, caplog):
-    """The warning's own advice works there, and what was found is taken."""
+    """The command that the warning advises works on such a store, and its verdict is used."""
     with opened(kv_alone) as found:
         cases = made_from(found, questions=6, passages=3, lm=tiny)
     assert {one.text.strip() for case in cases for one in case.passages} == {text.strip() for text in TEXTS.values()}

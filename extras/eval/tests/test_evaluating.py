@@ -1,4 +1,4 @@
-"""`ragcache eval` and `ragcache check` as they are typed."""
+"""`ragcache eval` and `ragcache check` on the command line."""
 
 import json
 from pathlib import Path
@@ -91,7 +91,7 @@ def test_check_keeps_its_verdict_in_the_store(store):
 
 
 def test_check_finds_layers_for_prophet_and_keeps_them(store):
-    """On half of the questions; the other half is judged."""
+    """Layers are searched on half of the questions, and methods are judged on the other half."""
     asked = ("--store", store, "--questions", "3", "--max-tokens", "3", "--k", "2")
     result = invoke("check", *asked, *LOOSE, "--methods", "prophet:ratio=0.3", "--profile-layers", "1", "--json")
     assert result.exit_code == 0, result.output

@@ -1,4 +1,4 @@
-"""Intervals against other ways to get them."""
+"""Intervals against other ways to compute them."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from ragcache_eval.intervals import bootstrap, estimate, wilson
 
 @pytest.mark.parametrize(("right", "asked"), [(0, 10), (1, 10), (5, 10), (10, 10), (991, 1000)])
 def test_wilson_is_where_the_score_test_just_rejects(right, asked):
-    """Its ends p solve |right/asked - p| = z sqrt(p (1 - p) / asked)."""
+    """The ends p of the interval solve |right/asked - p| = z sqrt(p (1 - p) / asked)."""
     low, high = wilson(right, asked)
     expected = stats.binomtest(right, asked).proportion_ci(0.95, method="wilson")
     assert (low, high) == pytest.approx((expected.low, expected.high), abs=1e-6)

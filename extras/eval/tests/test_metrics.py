@@ -47,7 +47,7 @@ def test_token_f1_by_hand():
 
 
 def slow_f1(prediction: str, gold: str) -> float:
-    """SQuAD's, word by word: strikes shared words off a list."""
+    """Return F1 as SQuAD defines it, by removing shared words from a list one by one."""
 
     def words(text: str) -> list[str]:
         kept = "".join(c for c in text.lower() if c not in string.punctuation)

@@ -1,4 +1,4 @@
-"""Contexts of long passages: what leans says nothing by itself, answers stand where they are said to, words are new."""
+"""Contexts of long passages: leaning sentences say nothing alone, and answers are where the pages say."""
 
 import random
 from statistics import median
@@ -22,7 +22,7 @@ SIZES = [2, 3, 4, 7, 8, 16]
 
 
 def contexts(num_passages, count=12, split=DataSplit.HELD_OUT):
-    """Contexts, with the lines that pages are broken into joined."""
+    """Return contexts, with the broken lines of their pages joined."""
     rng = random.Random(f"{num_passages}/{count}")
     drawn = [draw_pages(rng, num_passages, split, split) for _ in range(count)]
     return [pages._replace(passages=[" ".join(text.split()) for text in pages.passages]) for pages in drawn]
@@ -57,7 +57,7 @@ def test_pages_are_150_to_300_tokens_long():
 
 @pytest.mark.parametrize("num_passages", [2, 3, 6])
 def test_small_pages_have_few_articles_and_the_same_questions(num_passages):
-    """Also where a world is so small that nothing can be corrected."""
+    """This includes worlds so small that nothing can be corrected."""
     found = [draw_pages(random.Random(seed), num_passages, articles=(1, 2)) for seed in range(200)]
     assert all(len(pages.passages) == num_passages for pages in found)
     assert max(len(text) for pages in found for text in pages.passages) < 1400
@@ -105,7 +105,7 @@ def test_what_leans_is_named_on_the_page_before_only(size):
 
 
 def test_what_hangs_on_a_heading_has_no_name_between():
-    """The heading is the last line of its page; before the sentence stand remarks alone, as many as its place says."""
+    """The heading is its page's last line, and only remarks precede the sentence, as many as its place requires."""
     found = [(pages, one) for pages, one in asked("leaning", count=40) if one.reference[0]]
     assert {one.reference[0] for _, one in found} == {"She", "He", "It"}
     for pages, one in found:
@@ -175,7 +175,7 @@ def test_what_cannot_be_answered_is_stated_nowhere():
 
 
 def _names(question):
-    """The name in a question: its longest run of capitalised words behind the first."""
+    """Yield the name in a question: its longest run of capitalised words after the first word."""
     words = question.rstrip("?").replace("'s", "").split(" ")
     runs = [[]]
     for word in words[1:]:

@@ -1,4 +1,4 @@
-"""What a primer says gets into no answer: a real model, asked for what only the primer says."""
+"""A primer's content gets into no answer: a real model is asked about facts that only the primer states."""
 
 import gzip
 import json
@@ -19,7 +19,7 @@ from ragcache_eval.reading import PromptReader, forced_logits, write_answer
 CORPUS = Path(__file__).parents[4] / "shared" / "data" / "corpus" / "xquad_en.jsonl.gz"
 BASE = "RAGCACHE_TEST_SMOLLM2"
 PASSAGES, ANSWER_TOKENS = 4, 24
-ASKED = {  # by the shortest primer that says it: question, answer
+ASKED = {  # by the shortest primer that states the answer: question, answer
     "64": [
         ("What forms where rock weathers and living things leave their remains?", "Soil"),
         ("Which soils dry quickly and warm early in spring?", "Sandy soils"),
@@ -52,8 +52,9 @@ def asked_of(primer: str) -> list[tuple[str, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("primer", PRIMERS)
 def test_no_answer_is_taken_from_the_primer(lm, primer):
-    """The answer's log-probability rises by what is in the passages. Behind a primer it must not rise as it does where
-    the same text is one of them, and no answer may say it unless full prefill without the text says it too."""
+    """Passages that state an answer raise its log-probability. A primer must not raise it as the same text does as a
+    passage, and no answer may contain it unless full prefill without the text contains it, too.
+    """
     form = prompt_format(lm.tokenizer)
     texts = [json.loads(line)["text"] for line in gzip.decompress(CORPUS.read_bytes()).splitlines()]
     others = [CasePassage(text) for text in texts[:: len(texts) // PASSAGES][:PASSAGES]]
@@ -79,5 +80,5 @@ def test_no_answer_is_taken_from_the_primer(lm, primer):
         gains.append(primed - alone)
         seen_gains.append(seen - alone)
     print(f"primer {primer}: {fmean(gains):.2f} nats a token; as a passage {fmean(seen_gains):.2f}")
-    assert fmean(seen_gains) > 0.5  # else the questions do not tell a leak
+    assert fmean(seen_gains) > 0.5  # otherwise the questions cannot show a leak
     assert fmean(gains) < 0.2 * fmean(seen_gains)

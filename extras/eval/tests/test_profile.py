@@ -1,4 +1,4 @@
-"""Layers that `prophet` chooses by, against every combination tried by hand."""
+"""Layers that are found for `prophet`, against a search of all combinations by hand."""
 
 from statistics import fmean
 
@@ -35,7 +35,7 @@ def cases():
 
 
 def far(lm, cases, layers):
-    """Mean KL from full prefill along its own answer, in nats a token."""
+    """Return the mean KL from full prefill along full prefill's answer, in nats a token."""
     form, found = prompt_format(lm.tokenizer), []
     for case in cases:
         prompt = case.prompt(lm.tokenizer, form)

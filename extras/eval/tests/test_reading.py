@@ -1,4 +1,4 @@
-"""One pass over an answer says whether it would be written, and what its tokens' logits are."""
+"""A single pass over an answer gives its tokens' logits, and whether the model would write it."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_forced_logits_are_a_plain_forward_over_prompt_and_answer(model):
 
 
 def test_ids_that_no_answer_may_hold_have_no_probability(tmp_path):
-    """Gemma 3's head is its embedding, so an adapter's rows would be the likeliest tokens of all."""
+    """Gemma 3's head is its embedding, so an adapter's rows would be the likeliest tokens."""
     base = save_tiny("gemma3", tmp_path / "base")
     oracle = oracle_model(base)
     size = oracle.config.vocab_size
@@ -69,7 +69,7 @@ def test_ids_that_no_answer_may_hold_have_no_probability(tmp_path):
 
 
 def test_passages_are_read_behind_what_the_questions_name(model):
-    """All of it or its end; some of it stands in no passage."""
+    """All or the last of these texts precede a passage; some of them are no passages."""
     lm, _ = model
     prompt = random_prompt(3)
     prompt = rc.Prompt(prompt.prefix_ids, [[7, 8, 9], [10, 11], [12, 13, 14]], prompt.suffix_ids)

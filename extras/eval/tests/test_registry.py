@@ -90,7 +90,7 @@ def test_every_answer_stands_in_its_gold_documents(wordings):
 
 
 def test_a_question_has_one_answer_among_the_documents():
-    """No other document of the world gives the asked relation of the asked name."""
+    """No other document of the world states the same relation of the same name."""
     for seed in range(50):
         _, _, questions = drawn(seed)
         asked = [(question.gold[0], question.path) for question in questions]

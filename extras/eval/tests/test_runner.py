@@ -1,4 +1,4 @@
-"""A run's figures against plain forward passes, and a run that was interrupted against one that was not."""
+"""A run's figures against plain forward passes, and an interrupted run against an uninterrupted run."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ def numpy_kl(reference: torch.Tensor, other: torch.Tensor) -> np.ndarray:
 
 
 def test_distances_along_the_reference_answer_against_plain_transformers(runner, tiny_directory):
-    """Law 1's oracle, for every prefix of the answer: the answer's tokens are more of the suffix."""
+    """The oracle of law 1, for every prefix of the answer: the answer's tokens are part of the suffix."""
     case = CASES[0]
     score = list(runner.run([case], parse_methods(["reposition"]), Ledger()))[-1]
     model = oracle_model(str(tiny_directory))
@@ -92,7 +92,7 @@ def test_costs_are_counted(runner):
 
 
 def test_one_chunk_behind_the_prefix_is_full_prefill(runner):
-    """Law 2, as the harness sees it: CASES[2] has one passage and no gold answer."""
+    """Law 2 through the runner: CASES[2] has a single passage and no gold answer."""
     score = list(runner.run([CASES[2]], parse_methods(["reposition:recipe=prefix"]), Ledger()))[-1]
     assert score.kl_answer == pytest.approx(0.0, abs=1e-6)
     assert score.same_answer
@@ -128,7 +128,7 @@ def test_what_is_done_is_not_measured_again(runner, tmp_path, monkeypatch):
     changed = replace(CASES[0], question="Where did it sit?")
     with Journal(path, runner.describe()) as journal:
         assert list(runner.run([changed], specs, journal))[1].digest != first[1].digest
-        more = parse_methods(["reposition", "concat"])  # a method more is measured, the others are there
+        more = parse_methods(["reposition", "concat"])  # the new method is measured, the others are in the journal
         assert list(runner.run(CASES[:1], more, journal))[:3] == first
 
 
@@ -209,7 +209,7 @@ def test_default_methods_leave_out_what_wants_training(tiny):
 
 
 def test_a_share_of_the_kv_is_part_of_a_method(runner):
-    """Half of the KV is held and counted, all of it is what the method does anyway, and each has a key of its own."""
+    """Half of the KV is held and counted, all KV equals the plain method, and each has its own key."""
     specs = parse_methods(["reposition", "half=reposition:kept=0.5", "all=ape:kept=1"])
     assert len({spec.key for spec in specs}) == 4
     scores = {score.method: score for score in runner.run(CASES[:1], specs, Ledger())}

@@ -1,4 +1,4 @@
-"""Questions from files and directories: what is read, what is drawn, and how bad input is named."""
+"""Questions from files and directories: which are read and drawn, and how bad input is named."""
 
 import gzip
 import json
@@ -73,7 +73,7 @@ def test_corpus_questions_get_their_gold_passages_and_near_ones(directory):
     for number, case in enumerate(cases):
         assert len({p.title for p in case.passages}) == 4
         assert [p.title for p in case.passages if p.is_gold] == [f"T{number}"]
-        assert f"T{number + 1}" in {p.title for p in case.passages}  # the question has its word
+        assert f"T{number + 1}" in {p.title for p in case.passages}  # the passage has the question's word
     assert public_cases("wiki", directory, settings) == cases
     drawn = PublicSettings(passages=4, distractors="random")
     assert public_cases("wiki", directory, drawn) == public_cases("wiki", directory, drawn)

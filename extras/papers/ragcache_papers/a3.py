@@ -1,4 +1,4 @@
-"""A3: the tokens that the question looks at run again."""
+"""A3: runs the tokens again that the question attends to most."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def check_pool(pool_tokens: object) -> None:
 
 
 def pooled(scores: Tensor, width: int) -> Tensor:
-    """Mean over `width` neighbours, at the ends over those that there are: float32 [num_tokens]."""
+    """Return each score's mean over `width` neighbouring scores, fewer at both ends: float32 [num_tokens]."""
     if width == 1:
         return scores
     pool = torch.nn.functional.avg_pool1d

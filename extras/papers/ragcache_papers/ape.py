@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ragcache.kv.fused_cache import Adjust
 
-UNSEEN = -1e30  # scores below are masked: no key that is seen scores as low
+UNSEEN = -1e30  # lower scores are those of masked keys: no visible key has a score as low
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Ape(FusionMethod):
             of_chunks = ((positions >= chunks_from) & (positions < suffix_from)).unsqueeze(-2).unsqueeze(-2)
             cooled = scores / temperature
             total = cooled.masked_fill(~of_chunks, -torch.inf).logsumexp(-1, keepdim=True)
-            # A sliding layer may see no chunk at all: nothing to weigh then.
+            # A layer with a sliding window may see no chunk at all, and then has nothing to weigh.
             shift = torch.where(total > UNSEEN, (weight - 1) * total, 0.0)
             return torch.where(of_chunks, cooled + shift, scores)
 

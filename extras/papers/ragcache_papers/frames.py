@@ -15,8 +15,8 @@ from ragcache.lazy_torch import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-# What makes codes small is Huffman coding. Repeated runs are few and cost more than they save: a table of 64 entries
-# finds hardly any of them.
+# Huffman coding makes the codes small. Repeated runs are few, and searching for them costs more than it saves: a table
+# of 64 entries finds hardly any.
 _COMPRESSION = {"min_match": 7, "hash_log": 6}
 _OF_THREAD = threading.local()
 

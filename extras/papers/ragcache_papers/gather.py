@@ -1,4 +1,4 @@
-"""Any of a context's tokens, taken from their blocks and rotated to their places: other ones in each layer."""
+"""Places a selection of a context's tokens from their blocks; each layer may have another selection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def attention_received(asking: Projected, key: Tensor, key_positions: Tensor) -> Tensor:
-    """Attention that each key gets from these rows, summed over rows and heads: float32 [length]."""
+    """Return the attention that each key gets from `asking`, summed over queries and heads: float32 [length].
+
+    key: [1, num_kv_heads, length, head_dim]; key_positions: int64 [length]
+    """
     total = torch.zeros(key.shape[2], device=key.device)
     for weights in asking.weights(key, key_positions):
         total += weights.sum(0)
@@ -66,13 +69,13 @@ class Gather:
         return torch.arange(self.positions.shape[0], device=self._lm.device)
 
     def keys(self, layer: int, slots: Tensor) -> Tensor:
-        """Rotated keys of these tokens of the blocks, [num_kv_heads, num_slots, head_dim]. slots: int64, ascending."""
+        """Return rotated keys of tokens of the blocks, [num_kv_heads, num_slots, head_dim]. slots: int64, ascending"""
         return self._lm.rope.rotate(self._keys(layer, slots), layer, self.positions[slots])
 
     def place(self, cache: FusedCache, layer: int, slots: Tensor, held: Held | None = None) -> None:
-        """Put these tokens into an empty layer. slots: int64, ascending, including all of the prefix's.
+        """Place these tokens in an empty layer of a cache. slots: int64, ascending, including all of the prefix's
 
-        held: tokens placed earlier, which are copied from there
+        held: tokens that another cache has already; they are copied from it
         """
         from ragcache.kv.exact import place_exact
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _NAME_BYTES = 32  # of a basis
-_EXACT_BYTES = 2  # of a number of an exact token, at most
+_EXACT_BYTES = 2  # most bytes of a number of an exact token
 
 
 def _exact_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -47,11 +47,11 @@ class KvtcCodec(LayerCodec):
     block's exact tokens are rounded to bfloat16.
 
     Tensors, for keys and for values: `basis`, uint8 [32], the basis's name; `exact`, int64, the exact tokens in order;
-    `numbers`, [num_layers, num_kv_heads, len(exact), head_dim], theirs, in 16 bits;
+    `numbers`, [num_layers, num_kv_heads, len(exact), head_dim], the exact tokens' numbers, in 16 bits;
     `stream` and `ends`, three frames a group: the codes of the other tokens, by component, of 8, 4 and 2 bits.
 
-    Bound: that of a group, see `Group.largest_error`, and the rounding of the result to the block's dtype; or the
-    rounding error of the exact tokens, if it is larger.
+    The error bound is the largest of a group's error (`Group.largest_error`) with the rounding to the block's dtype, or
+    the rounding error of the exact tokens, if it is larger.
     """
 
     name: ClassVar[str] = "kvtc"
@@ -130,7 +130,7 @@ class KvtcCodec(LayerCodec):
         )
         restored = torch.unflatten(group.restore(codes.to(out.device), layer), 1, (heads, width)).transpose(0, 1)
         first = len(exact)
-        if not first or int(exact[-1]) == first - 1:  # as nearly always, the first tokens alone: no index is needed
+        if not first or int(exact[-1]) == first - 1:  # nearly always only the first tokens are exact: no index
             out[:, :first], out[:, first:] = numbers[layer], restored
             return
         coded = torch.ones(num_tokens, dtype=torch.bool).index_fill_(0, exact.cpu(), False).nonzero().flatten()
@@ -152,7 +152,7 @@ class KvtcCodec(LayerCodec):
         return super(KvtcCodec, found).expected_bytes(layers, num_tokens, itemsize, kept)
 
     def expected_part_bytes(self, part: Part, shape: PartShape) -> float:
-        """Return the bytes that a basis is fitted to; tokens beyond their group's limit are not foreseen."""
+        """Return the bytes that a basis is fitted to. Tokens that are exact because of their error are not counted."""
         tokens = min(shape.num_tokens, self.first_tokens + self.last_tokens)
         exact = shape._replace(num_tokens=tokens, itemsize=min(shape.itemsize, _EXACT_BYTES))
         groups = sum(1 for _ in layer_groups(shape.num_layers, shape.num_kv_heads * shape.dim, FEATURES))

@@ -23,9 +23,9 @@ RECENT_BYTES = 64 << 20
 
 
 class Basis:
-    """A basis by its groups. Raises DamagedBlockError for a block that is not a basis.
+    """The groups of a basis. Raises DamagedBlockError if the block is not a basis.
 
-    recent: codes of the blocks decoded last
+    recent: codes of the blocks that were decoded last
     """
 
     def __init__(self, block: KVBlock) -> None:
@@ -57,7 +57,7 @@ class Recent:
         self._lock = threading.Lock()
 
     def get(self, stream: Tensor, group: int, unpack: Callable[[], Tensor]) -> Tensor:
-        """Return the codes of a group of the block that has this stream."""
+        """Return the codes of a group of the block with this stream; `unpack` makes them if they are not held."""
         key = id(stream), group
         with self._lock:
             found = self._held.get(key)

@@ -2,8 +2,9 @@
 
 KVTC (2511.01815) joins all layers and heads in a single transform. Here all heads of a layer share a transform, with as
 many neighbouring layers as have at most 256 features together: restoring a number costs a product with every component
-256, a single transform of all four gains 1 % of the bytes; in SmolLM2-135M's shape five layers together decode 2.4
-times as slowly. Keys and values have separate transforms.
+of its group, and the basis needs no more tokens than a first ingestion has. On the bundled model, whose layers have 256
+features, a single transform of all four layers gains 1 % of the bytes; in SmolLM2-135M's shape five layers together
+decode 2.4 times as slowly. Keys and values have separate transforms.
 1. Features are centred, and scaled by the deviation of their layer and head, so that layers with larger numbers do not
 dominate. Their principal components come from three quarters of the sample. 2. A component of deviation s may have 0
 to 7 bits: with b bits its codes are s * 8 / 2^b apart. On the last quarter, which the components have not
@@ -35,9 +36,9 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 RATIO = 20.0
 SPARSE_RATIO = 10.0
-"""Where each head holds tokens of its own, its numbers say little of those of the others: half the ratio."""
+"""Half the ratio, if each head holds its own tokens: then a head's numbers say little about other heads' numbers."""
 FEATURES = 256
-# Tokens for every feature: with fewer, components follow the sample's noise.
+# Least tokens for each feature: with fewer, components follow the sample's noise.
 LEAST_TOKENS = 2
 CHOICES = range(8)  # bits
 _WIDTH_OF = (0, 2, 4, 4, 8, 8, 8, 8)  # bits that a code is packed in
@@ -90,7 +91,7 @@ def allot(rates: Floats, errors: Floats, budget: float) -> NDArray[np.int64]:
     """Return the choice for each component with the least sum of errors whose rates add up to `budget` at most.
 
     rates, errors: [components, choices]; the first choice has rate 0. Rates are rounded up to parts of the budget, and
-    of many components neighbours share a choice.
+    neighbours share a choice if there are more than BANDS components.
     """
     band = -(-len(rates) // BANDS)
     starts = np.arange(0, len(rates), band)
@@ -111,9 +112,9 @@ def allot(rates: Floats, errors: Floats, budget: float) -> NDArray[np.int64]:
 
 
 def _fit(numbers: Sequence[Tensor], ratio: float, features: int, is_sparse: bool) -> Tensor:
-    """Return rows, float32 [num_layers, heads, rows, channels].
+    """Return a basis's rows for keys or values, float32 [num_layers, heads, rows, channels].
 
-    numbers: tensors [num_layers, heads, num_tokens, channels]
+    numbers: of each passage, [num_layers, heads, num_tokens, channels]. Raises BasisError if the tokens are too few.
     """
     layers, heads, _, width = numbers[0].shape if numbers else (1, 1, 0, 1)
     groups = list(layer_groups(layers, heads * width, features))
@@ -129,7 +130,7 @@ def _fit(numbers: Sequence[Tensor], ratio: float, features: int, is_sparse: bool
 
 
 def _fit_group(sample: Tensor, heads: int, width: int, ratio: float) -> Tensor:
-    """Return rows, float32 [rows, features], of a sample, float64 [num_tokens, features]."""
+    """Return a group's rows, float32 [rows, features], fitted to a sample, float64 [num_tokens, features]."""
     seen, unseen = sample[: len(sample) * 3 // 4], sample[len(sample) * 3 // 4 :]
     mean = seen.mean(0)
     scale = _scale(seen - mean, heads, width)
@@ -198,7 +199,7 @@ def _rows(mean: Tensor, scale: Tensor, directions: Tensor, steps: Tensor, widths
     directions: float64 [components, features], orthonormal; steps: [components], in scales; widths: 0 for none
     """
     components = directions * steps.unsqueeze(1) * scale
-    # Rounding to the grid may add to the reach: the margin takes that.
+    # Rounding to the grid may increase the reach, by less than this margin.
     grid = kvtc_transform.grid_of(1.01 * kvtc_transform.reach(mean, components, kvtc_transform.levels_of(widths)))
     blank = torch.zeros(1, len(mean), dtype=torch.float64)
     found = [blank, (mean / grid).round().unsqueeze(0) * grid, scale.unsqueeze(0), blank]
@@ -209,7 +210,7 @@ def _rows(mean: Tensor, scale: Tensor, directions: Tensor, steps: Tensor, widths
 
 
 def _scale(centred: Tensor, heads: int, width: int) -> Tensor:
-    """Deviation of each feature's layer and head, as float32 keeps it; 1 where all numbers are equal."""
+    """Return the deviation of each feature's layer and head, rounded to float32; 1 where all numbers are equal."""
     shaped = torch.unflatten(centred, 1, (-1, heads, width))
     found = (
         shaped.square().mean((0, 3), keepdim=True).sqrt() if len(centred) else torch.ones(1, shaped.shape[1], heads, 1)
@@ -219,7 +220,10 @@ def _scale(centred: Tensor, heads: int, width: int) -> Tensor:
 
 
 def layer_groups(layers: int, features: int, most: int) -> Iterator[range]:
-    """Yield groups of like size. features: of a layer"""
+    """Yield groups of adjacent layers, of nearly equal size, with `most` features at most or a single layer.
+
+    features: number of features of a layer
+    """
     count = -(-layers // max(1, most // features))
     for number in range(count):
         yield range(number * layers // count, (number + 1) * layers // count)

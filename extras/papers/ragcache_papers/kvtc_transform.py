@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WIDTHS = (8, 4, 2)  # bits of a component's codes, before entropy coding
-FIRST_TOKENS = 1  # of a passage: an attention sink, unlike all others (others like it are beyond the limit below)
+FIRST_TOKENS = 1  # of a passage, kept exact: an attention sink is unlike all others, and beyond the limit
 GROUP, MEAN, SCALE, LIMIT, FIRST_COMPONENT = range(5)
 
 
@@ -41,10 +41,10 @@ class Group:
     """The transform of some layers. Features are a token's numbers in them: [layers, heads, channels], flattened.
 
     layers: numbers of its layers
-    limit:  see above
-    counts: components by width
-    largest_error: no number of a token within the limit is further off
-    reach:  no restored number is larger
+    limit:  largest sum of squared errors, in scales, that a token may have
+    counts: number of components of each width
+    largest_error: largest error that a number of a token within the limit can have
+    reach:  largest absolute value that a restored number can have
     """
 
     def __init__(self, layers: range, rows: Tensor) -> None:
@@ -83,20 +83,20 @@ class Group:
         return own.permute(2, 0, 1, 3).flatten(1).double()
 
     def encode(self, features: Tensor) -> Tensor:
-        """Return the codes, int8 [num_tokens, components]: the nearest, by least squares in scales."""
+        """Return the codes, int8 [num_tokens, components], that are nearest by least squares in scales."""
         mean, components = self._held[torch.device("cpu")]
         directions = components.transpose(0, 1).flatten(1).double() / self._scale
         steps = directions.norm(dim=1, keepdim=True)
         directions /= steps
         scaled = (features - mean.flatten().double()) / self._scale
-        # Rounded to the grid, components of very unlike steps are no longer quite orthogonal.
+        # Components of very unlike steps are no longer quite orthogonal after rounding to the grid.
         found: Tensor = (torch.linalg.solve(directions @ directions.T, directions @ scaled.T) / steps).T
         return found.round_().clamp_(-self._levels, self._levels).to(torch.int8)
 
     def restore(self, codes: Tensor, layer: int) -> Tensor:
         """Return a layer's numbers, float32 [num_tokens, heads * channels], on the codes' device, without rounding."""
         mean, components = (held[layer - self.layers.start] for held in self._on(codes.device))
-        # Products of float32 that may be rounded to less would not be exact.
+        # With a lower precision, float32 products may be rounded to fewer bits and not be exact.
         exact = torch.float32 if torch.get_float32_matmul_precision() == "highest" else torch.float64
         return torch.addmm(mean.to(exact), codes.to(exact), components.to(exact)).float()
 
@@ -116,13 +116,13 @@ class Group:
         return self._held[device]
 
     def pack(self, codes: Tensor) -> Iterator[bytes]:
-        """Yield the codes in a part for each width, by component."""
+        """Yield a part for each width: the codes of its components, packed one component after another."""
         for bits, own in zip(WIDTHS, torch.split(codes, self.counts, dim=1), strict=True):
             above = (own.to(torch.int16) + largest_code(bits)).to(torch.uint8)
             yield pack(above, bits).T.contiguous().numpy().tobytes()
 
     def packed_sizes(self, num_tokens: int) -> list[int]:
-        """Return the bytes of each part."""
+        """Return the bytes of each part that `pack` yields."""
         return [count * -(-num_tokens * bits // 8) for bits, count in zip(WIDTHS, self.counts, strict=True)]
 
     def unpack(self, tensors: Mapping[str, Tensor], first_frame: int, num_tokens: int) -> Tensor:
@@ -145,12 +145,12 @@ def levels_of(widths: Tensor) -> Tensor:
 
 
 def reach(mean: Tensor, components: Tensor, levels: Tensor) -> float:
-    """No number that these restore is larger, nor a sum on the way to it. levels: largest codes, by component"""
+    """Return a bound on all numbers that these restore, and on partial sums. levels: largest codes, by component"""
     return float((mean.abs() + levels @ components.abs()).max())
 
 
 def grid_of(reach: float) -> float:
-    """Return a power of two of which every number within `reach` is at most 2^24 times."""
+    """Return the power of two of which all numbers up to `reach` are at most 2^24 multiples."""
     return 2.0 ** (math.ceil(math.log2(max(reach, 2.0**-100))) - 24)
 
 

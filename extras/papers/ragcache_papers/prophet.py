@@ -39,9 +39,9 @@ class Prophet(FusionMethod):
     share of the softmax, and the chunks. A layer's own scaling, soft cap and attention sink hold, and its sliding
     window: suffix tokens whose window in a layer covers no chunk do not count there.
 
-    layers is the critical-layer half of QCFuse (arXiv 2606.05875): only profiled layers score, and the first stage ends
-    after the last of them, so that blocks of the layers above need not have arrived by then. Its other half, a
-    question that sees compact anchors of each chunk instead of all tokens, is left out.
+    `layers` is the half of QCFuse (arXiv 2606.05875) on critical layers: only profiled layers score, and the first
+    stage ends after the last of them, so that blocks of the layers above need not have arrived by then. QCFuse's other
+    half, a question that sees compact anchors of each chunk instead of all tokens, is left out.
 
     ratio:           share of the chunks' tokens; 0 is `reposition`, 1 is full prefill
     layers:          the layers that score, from 0; None: all

@@ -1,4 +1,4 @@
-"""SamKV: few blocks of every chunk are kept, other ones in each layer, and those that matter run again."""
+"""SamKV: keeps a few blocks of every chunk, chosen layer by layer, and runs some of their tokens again."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def _recompute(
     def before_layer(point: LayerPoint) -> Tensor | None:
         rows = needed[point.layer, tokens].nonzero()[:, 0]
         if fusion:
-            # Padding goes to the spare entry: it is no document's.
+            # Padding is written to the spare entry, as document 0; documents are numbered from 1.
             cache.merge = partial(blend, documents=(documents * kept[point.layer, tokens])[rows])
         return None if rows.shape == point.rows.shape else rows
 
@@ -244,9 +244,9 @@ def _recompute(
 
 
 def blend(old: Tensor, new: Tensor, documents: Tensor) -> Tensor:
-    """Equation 4: theta new + (1 - theta) old, theta the cosine of all that a document has in both.
+    """Return theta new + (1 - theta) old, with theta the cosine of all of a document's old and new numbers (eq. 4).
 
-    old, new: [1, num_kv_heads, num_tokens, head_dim]; documents: int64 [num_tokens], each token's, numbered from 0
+    old, new: [1, num_kv_heads, num_tokens, head_dim]; documents: int64 [num_tokens], the number of a token's document
     """
     before, after = (part[0].float().transpose(0, 1).flatten(1) for part in (old, new))
     products = torch.stack([(a * b).sum(1) for a, b in ((before, after), (before, before), (after, after))], 1)
@@ -256,7 +256,7 @@ def blend(old: Tensor, new: Tensor, documents: Tensor) -> Tensor:
 
 
 def _reserve_spare(cache: FusedCache, layer: int) -> None:
-    """Reserve an entry that nothing ever sees, for unwanted keys and values. Even masked, it must not hold NaN."""
+    """Reserve an entry that no query sees, for unwanted keys and values. It must not hold NaN, even though masked."""
     keys, values = cache.reserve(layer, torch.tensor([NEVER_SEEN]))
     keys.zero_()
     values.zero_()

@@ -75,7 +75,7 @@ def personalized(generic: Tensor, local: Tensor) -> Tensor:
 
 
 def top_share(low: float, high: float, anchor: float) -> float:
-    """Equation 2: the share of a document's middle blocks that surpass the anchor.
+    """Return the share of a document's middle blocks that surpass the anchor (equation 2).
 
     low, high: scores of its least and its most important block
     """
@@ -117,7 +117,7 @@ class Survey:
         self.anchors.append(_means(scores[pieces.anchors - first], pieces.anchor_chunk, num_chunks))
 
     def _query_vectors(self, layer: int, query: Tensor) -> Tensor:
-        """Query vector of each document, of length 1: [num_chunks, num_heads, head_dim].
+        """Return each document's query vector, of length 1: [num_chunks, num_heads, head_dim].
 
         query: [num_heads, num_rows, head_dim].
         """
@@ -129,7 +129,7 @@ class Survey:
         return torch.nn.functional.normalize(vectors.flatten(1), dim=1).view(vectors.shape)
 
     def _local_queries(self, layer: int, query: Tensor) -> Tensor | None:
-        """Mean query of each document's local tokens, [num_chunks, num_heads, head_dim]; None: no bias is added."""
+        """Return the mean query of each document's local tokens, [num_chunks, num_heads, head_dim]; None: no bias."""
         if not (rows := self._local_rows):
             return None
         return _means(query[:, :rows].transpose(0, 1), self._pieces.local_chunk, len(self._context.chunk_tokens))
@@ -141,12 +141,12 @@ class Survey:
         return torch.cat([_products(part, own) for part, own in zip(parts, vectors, strict=True)])
 
     def stable(self, count: int) -> Sequence[int]:
-        """Return N*, this many layers with stable attention: the last, since stability is not known here."""
+        """Return `count` layers (N*) as those that attend stably: the last, as only sidecars tell which are stable."""
         layers = self._context.lm.shape.num_layers
         return range(layers - count, layers)
 
     def shares(self, stable: Sequence[int]) -> list[float]:
-        """Equation 3: of each document, the mean of its shares over the layers that attend stably."""
+        """Return the mean of each document's shares over the layers that attend stably (equation 3)."""
         found = []
         for chunk in range(len(self._context.chunk_tokens)):
             own = self._pieces.block_chunk == chunk
@@ -155,7 +155,7 @@ class Survey:
         return found
 
     def _share(self, layer: int, chunk: int, scores: Tensor) -> float:
-        """Return a document's share. scores: of its blocks; the greatest and least score replace A.1's blocks here"""
+        """Return a document's share. scores: of its blocks, whose greatest and least replace those of A.1's blocks"""
         return top_share(float(scores.min()), float(scores.max()), float(self.anchors[layer][chunk]))
 
     def select(self, layer: int, shares: Sequence[float], cross_filter: bool) -> Tensor:
@@ -214,7 +214,7 @@ class SidecarSurvey(Survey):
         self.anchors.append(torch.stack([part[-1] for part in parts]))
 
     def _starts(self) -> Tensor:
-        """Position of each document's first token."""
+        """Return the position of each document's first token."""
         return self._context.positions[list(self._context.chunk_starts)]
 
     def _placed(self, vectors: Tensor, layer: int, positions: Tensor) -> Tensor:
@@ -243,13 +243,13 @@ class SidecarSurvey(Survey):
 
 def _products(keys: Tensor, vector: Tensor) -> Tensor:
     """Score each key, [num_kv_heads, num_keys, head_dim], with a query vector, [num_heads, head_dim]: [num_keys]."""
-    # All query heads of a KV head meet the same key: their products add up to that with their sum.
+    # All query heads of a KV head meet the same key, so the sum of their products is the product with their sum.
     folded = vector.view(keys.shape[0], -1, vector.shape[1]).sum(1)
     return (keys @ folded[:, :, None]).sum((0, 2))
 
 
 def _means(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
-    """Mean by group along the first dimension; 0 for a group without members."""
+    """Return the mean of each group along the first dimension; 0 for a group without members."""
     sums = values.new_zeros(num_groups, *values.shape[1:]).index_add_(0, group, values)
     counts = torch.bincount(group, minlength=num_groups).clamp_min(1)
     return sums / counts.view(-1, *[1] * (values.dim() - 1))

@@ -26,7 +26,7 @@ TINY = 1e-12  # attention below it counts as this much: a logarithm is taken
 
 @dataclass(frozen=True)
 class Sizes:
-    """How a passage is cut: `block_size` tokens a block; always kept at its beginning and end; see `SamKV`."""
+    """How a passage is cut: tokens in a block, and blocks always kept at its beginning and end; see `SamKV`."""
 
     block_size: int = 16
     initial_blocks: int = 1
@@ -181,7 +181,7 @@ def survey(
 
 
 class _Watch:
-    """Looks at every layer of the pass that reads a passage alone.
+    """Observer that collects a sidecar's statistics in each layer of a pass over the passage.
 
     start: position of the passage's first token in that pass
     """
@@ -247,9 +247,10 @@ class Importance:
 
 
 def importance(weights: Tensor, begins: int, ends: int, block_size: int) -> Importance:
-    """Return the importance.
+    """Return the importance of a passage's blocks in a layer.
 
-    weights: float32 [num_tokens, num_tokens], by query and key, mean over the heads; begins, ends: of the middle
+    weights: attention, float32 [num_tokens, num_tokens], by query and key, mean over the heads
+    begins, ends: first token of the passage's middle, and the first after it
     """
     count = weights.shape[0]
     outliers = torch.zeros(count, dtype=torch.bool, device=weights.device)

@@ -15,7 +15,7 @@ HIGHEST = 15
 
 
 class CountMinSketch:
-    """Counts how often keys were seen, never too low but for ageing (Cormode and Muthukrishnan 2005).
+    """Counts how often keys were seen; apart from ageing, a count is never too low (Cormode and Muthukrishnan 2005).
 
     width:  counters in each of the four rows, rounded up to a power of two. A counter stops at 15, as in TinyLFU
     sample: after this many keys all counters are halved, so that older uses count less (TinyLFU, "reset")

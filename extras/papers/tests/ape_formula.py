@@ -1,11 +1,11 @@
-"""APE by its formula: attention over the passages and over all else apart, and joined."""
+"""APE by its formula: attention over passages and over all other tokens, computed separately and merged."""
 
 import torch
 from formula_oracle import softmax
 
 
 def merged(scores, visible, sinks, *, of_chunks, context_tokens, temperature, scale):
-    """Attention over the chunks and over all else apart, joined with weights S T LSE and LSE."""
+    """Return attention over the chunks and over all other tokens, merged with weights S T LSE and LSE."""
     weights = softmax(scores, visible, sinks)
     scores = scores.masked_fill(~visible, -torch.inf)[:, :, context_tokens:]
     inside, outside = scores[..., of_chunks] / temperature, scores[..., ~of_chunks]

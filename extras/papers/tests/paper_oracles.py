@@ -1,4 +1,4 @@
-"""What the oracles of several methods share: models with formulas, masks, prompts, and how near is the same."""
+"""Parts of several methods' oracles: models with formulas as attention, masks, prompts, and tolerances."""
 
 import torch
 from families import saved_tiny
@@ -13,12 +13,12 @@ LAYERS = 3
 
 
 def with_formula(name):
-    """A family's tiny model, and the same in plain transformers with formulas in place of its attention."""
+    """Return a family's tiny model, and the same model in plain transformers with formulas as its attention."""
     directory = saved_tiny(name)
     return rc.load_lm(directory), formula_model(directory)
 
 
 def assert_like(ours, theirs):
-    """Relative to the largest number."""
+    """Assert that two tensors are equal within a tolerance relative to the largest number."""
     scale = theirs.abs().max()
     torch.testing.assert_close(ours / scale, theirs / scale, atol=3e-5, rtol=0)

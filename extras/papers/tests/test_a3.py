@@ -1,4 +1,4 @@
-"""A3: law 3, and its choice against the attention weights of plain transformers."""
+"""A3: law 3, and the chosen tokens against attention weights of plain transformers."""
 
 import pytest
 import torch
@@ -12,9 +12,10 @@ from ragcache.models import attention
 
 @torch.no_grad()
 def scores(oracle, prompt):
-    """By chunk token: its column of layer 1's attention weights, the suffix's rows of all heads added up one by one.
+    """Return each chunk token's score: its column of layer 1's attention weights, summed over the suffix's rows and
+    heads.
 
-    The suffix of a block-diagonal forward sees the chunks as they were read alone.
+    In a block-diagonal forward pass, the suffix sees the chunks as they were read alone.
     """
     mask = masks_of(oracle, block_diagonal(prompt))
     weights = oracle(input_ids=torch.tensor([prompt.ids]), attention_mask=mask, output_attentions=True).attentions[1][0]
@@ -37,7 +38,7 @@ def expected_logits(oracle, prompt, chosen, layers):
 @pytest.mark.parametrize("family", CHOSEN_ON)
 @pytest.mark.parametrize("ratio", [0.15, 0.6])
 def test_the_tokens_that_the_suffix_attends_to_run(load, family, ratio):
-    """In a sliding layer most tokens get exactly nothing; of those the first are taken."""
+    """In a sliding layer most tokens get exactly no attention; of these, the first are taken."""
     lm, oracle = load(family)
     prompt = random_prompt(41, prefix=6, chunks=CHUNKS)
     count = round(ratio * sum(CHUNKS))
@@ -50,8 +51,9 @@ def test_the_tokens_that_the_suffix_attends_to_run(load, family, ratio):
 
 @pytest.mark.parametrize(("pool", "count", "seeds"), [(5, 20, [42]), (11, 8, range(60, 64))])
 def test_neighbours_are_averaged_where_asked(load, pool, count, seeds):
-    """At the ends the mean is of those that there are: where absent ones would count as zeros, or the prefix as
-    neighbours, other tokens were chosen."""
+    """At the ends, the mean is over the neighbours that exist: if absent neighbours counted as zeros, or the prefix as
+    a neighbour, other tokens would be chosen.
+    """
     lm, oracle = load("llama")
     zeros_differ = False
     for seed in seeds:

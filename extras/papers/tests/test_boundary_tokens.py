@@ -1,4 +1,4 @@
-"""Boundary tokens: the first and last ones of a chunk that misses what precedes it run; scores choose the rest."""
+"""Boundary tokens: the first and last tokens of a chunk always run again, and scores choose the rest."""
 
 import numpy as np
 import pytest
@@ -30,12 +30,12 @@ def boundary(prompt, first_tokens, last_tokens, recipe="isolated"):
 
 
 def edges(first_tokens, last_tokens):
-    """The options of such a method."""
+    """Return the options for boundary tokens of a method."""
     return {"boundary_tokens": first_tokens, "tail_tokens": last_tokens}
 
 
 def ranked(method, oracle, prompt):
-    """Chunk tokens as the method's own test ranks them, the best first."""
+    """Return the chunk tokens in the order of the method's own test, the best first."""
     if method == "prophet":
         return test_prophet.ranked(prompt, test_prophet.attention(oracle, prompt)[1])
     scores = test_a3.scores(oracle, prompt)
@@ -46,7 +46,7 @@ def ranked(method, oracle, prompt):
 @pytest.mark.parametrize("method", ["a3", "prophet"])
 @pytest.mark.parametrize("edge", EDGES)
 def test_they_run_before_the_best_of_the_others(load, method, family, edge):
-    """They count in the share."""
+    """Boundary tokens count in the share."""
     lm, oracle = load(family)
     prompt, count = random_prompt(71, prefix=5, chunks=CHUNKS), 20
     always = boundary(prompt, *edge)
@@ -75,9 +75,9 @@ def test_they_deviate_first(load, family, gradual, edge):
 
 @torch.no_grad()
 def behind_the_prefix(oracle, prompt):
-    """Rotated keys and values by layer, of the prefix and of every chunk read right behind it.
+    """Return rotated keys and values by layer, of the prefix and of every chunk read directly after it.
 
-    The prefix stands right before each chunk's place: rotations depend on distances alone.
+    The prefix is placed directly before each chunk's position, since rotations depend on distances alone.
     """
     found, start = [], len(prompt.prefix_ids)
     for rank, chunk in enumerate(prompt.chunk_ids):
@@ -94,7 +94,9 @@ def behind_the_prefix(oracle, prompt):
 @pytest.mark.parametrize("layers", [[1], [0, 2]])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_few_layers_choose_the_rest_of_blocks_behind_the_prefix(load, family, layers):
-    """All at once: the shared prefix is every chunk's sink, first tokens run, named layers score."""
+    """Three options together: the shared prefix is every chunk's attention sink, first tokens run, and named layers
+    score.
+    """
     lm, oracle = load(family)
     prompt, count = random_prompt(75, prefix=5, chunks=CHUNKS), 20
     context, always = prompt.context_tokens, boundary(prompt, 3, 0, "prefix")
@@ -117,7 +119,7 @@ def test_few_layers_choose_the_rest_of_blocks_behind_the_prefix(load, family, la
 @pytest.mark.parametrize("method", CHOOSING)
 @pytest.mark.parametrize("edge", [(5, 0), (3, 2)])
 def test_more_than_the_share_they_run_all_the_same_as_by_epic(load, method, ratio, recipe, edge):
-    """Over blocks of either recipe: with `prefix`, the shared prefix is every chunk's attention sink."""
+    """This holds for blocks of both recipes: with `prefix`, the shared prefix is every chunk's attention sink."""
     lm, _ = load("qwen3")
     prompt = random_prompt(73, prefix=5, chunks=CHUNKS)
     fused = rc.fuse(lm, prompt, method, ratio=ratio, recipe=recipe, **edges(*edge))

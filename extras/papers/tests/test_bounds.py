@@ -1,4 +1,4 @@
-"""Law 6 against bounds that are worked out here, from the numbers and the papers' formulas: no codec is asked."""
+"""Law 6 against bounds that are computed here, from the numbers and the papers' formulas, without the codecs."""
 
 from typing import Any
 
@@ -19,14 +19,14 @@ HALF, LEAST = 1 + 2.0**-10, 2.0**-24
 
 
 def groups(length: int, largest: int) -> list[int]:
-    """The group of each of `length` neighbours: as few groups as there can be, of like size."""
+    """Return the group of each of `length` neighbours: as few groups as possible, of nearly equal size."""
     count = -(-length // largest)
     size = -(-length // count)
     return [place // size for place in range(length)]
 
 
 def kivi(numbers: Array, axis: int, largest: int, bits: int) -> Array:
-    """KIVI, section 3: half of (max - min) / (2^bits - 1) of the number's own group. numbers: [tokens, channels]"""
+    """Return KIVI's bound (section 3): half of (max - min) / (2^bits - 1) of each group. numbers: [tokens, channels]"""
     bounds = np.empty_like(numbers)
     group = np.array(groups(numbers.shape[axis], largest))
     for one in set(group.tolist()):
@@ -48,7 +48,7 @@ def int4(part: str, numbers: Array) -> Array:
 
 
 def bfloat16(part: str, numbers: Array) -> Array:
-    """Half of the last of 8 bits."""
+    """Return half of the last of bfloat16's 8 bits."""
     return np.abs(numbers) * 2.0**-8 + 2.0**-134
 
 
@@ -56,7 +56,7 @@ FORMULAS = {"bfloat16": bfloat16, "int8": int8, "int4": int4}
 
 
 def bounds(name: str, part: str, block: KVBlock) -> Array:
-    """By number, before the result is rounded to the block's dtype."""
+    """Return each number's bound, before the result is rounded to the block's dtype."""
     tensors = {one: getattr(block, one).double().numpy() for one in ("keys", "values")}
     numbers, found = tensors[part], np.empty(tensors[part].shape)
     for layer, head in np.ndindex(*numbers.shape[:2]):
@@ -65,7 +65,7 @@ def bounds(name: str, part: str, block: KVBlock) -> Array:
 
 
 def rounding(numbers: Array, error: Array, dtype: torch.dtype) -> Array:
-    """To the block's dtype, and of the few float32 steps before."""
+    """Return the error of rounding to the block's dtype, and of the few float32 operations before."""
     steps = torch.finfo(dtype)
     return (np.abs(numbers) + error) * (steps.eps / 2 + 2.0**-20) + steps.smallest_normal * steps.eps
 
@@ -77,7 +77,7 @@ def check(name: str, block: KVBlock) -> None:
         numbers, restored = (getattr(one, part).double().numpy() for one in (block, decoded))
         allowed = bounds(name, part, block)
         assert (np.abs(restored - numbers) <= allowed + rounding(numbers, allowed, block.dtype)).all()
-        reach = 3 * np.abs(numbers).max()  # the codec takes the rounding of all that its grid reaches
+        reach = 3 * np.abs(numbers).max()  # the codec counts the rounding of its grid's largest number
         stated = max(stated, allowed.max() + rounding(reach, 0.0, block.dtype))
     assert codec.error_bound(block) <= 1.01 * stated, "the codec states no more than its formula"
 

@@ -23,7 +23,7 @@ BYTES = st.sampled_from([1, 2, 4, 8, 16])
 
 
 class Against(RuleBasedStateMachine):
-    """A policy beside its model."""
+    """A policy next to its model, which must choose the same victims."""
 
     name: str
     policy: EvictionPolicy
@@ -76,7 +76,7 @@ def machine(name: str, policy: EvictionPolicy, title: str) -> type:
 
 TestLRU = machine("lru", LRU, "LRUMachine")
 TestHyperbolic = machine("hyperbolic", Hyperbolic, "HyperbolicMachine")
-TestFiltered = machine("hyperbolic", lambda: TinyLFU(Hyperbolic()), "FilteredMachine")  # a filter changes no order
+TestFiltered = machine("hyperbolic", lambda: TinyLFU(Hyperbolic()), "FilteredMachine")  # keeps the order
 
 
 def filled(keys: range) -> Hyperbolic:
@@ -97,7 +97,7 @@ def test_entries_no_longer_used_are_evicted() -> None:
 
 
 def test_the_power_falls_to_lru_where_recency_wins() -> None:
-    """Conversations that read three passages three times each, after another age's popular passages."""
+    """Conversations that read three passages three times each follow a time with other popular passages."""
     policy = filled(range(8))
     for _ in range(50):
         for key in range(8):
@@ -127,7 +127,7 @@ def test_ghosts_are_bounded_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_finding_a_victim_looks_at_few_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted in logarithms, not in seconds: at most one for each group of entries."""
+    """The test counts logarithms, not seconds: there is at most a single logarithm for each group of entries."""
     policy = filled(range(2000))
     for number in range(6000):
         policy.touch(str(number * number % 2000))
@@ -151,7 +151,7 @@ def test_a_sketch_is_never_too_low(keys: list[str], width: int) -> None:
 @settings(deadline=None)
 @given(keys=st.lists(KEYS, max_size=120), sample=st.integers(1, 40))
 def test_a_wide_sketch_counts_and_ages(keys: list[str], sample: int) -> None:
-    """Without collisions it is a table of counters that are halved after every so many keys."""
+    """Without collisions, a sketch is a table of counters that are halved after a fixed number of keys."""
     sketch, counts, seen = CountMinSketch(1 << 16, sample), Counter(), 0
     for key in keys:
         sketch.add(key)
@@ -220,7 +220,9 @@ def test_chunks_seen_once_do_not_push_out_the_hot_ones() -> None:
 def test_a_budget_holds_under_every_policy(
     name: str, admission: str, budget_tokens: int, operations: list[tuple[str, int]]
 ) -> None:
-    """Block n has n tokens. What the tier says it holds, it holds; the policy holds the same keys; never too many."""
+    """Block n has n tokens. The tier holds the bytes that it reports, never more than its budget, and the policy has
+    the same keys.
+    """
     unit, policy = make_block(0, num_tokens=1).num_bytes, get_policy(name, admission)
     tier = MemoryTier(budget_tokens * unit, policy)
     for operation, number in operations:

@@ -30,7 +30,7 @@ WIDTHS = (8, 4, 2)
 
 
 def passage(seed: int, num_tokens: int = 200, dtype: torch.dtype = torch.float32) -> KVBlock:
-    """Layers and heads that follow a few hidden directions, the same ones in every passage; layers of unlike size."""
+    """Return a block whose layers and heads follow the same few hidden directions; layers differ in scale."""
     fixed, rng = np.random.default_rng(7), np.random.default_rng(seed)
     parts = []
     for _ in range(2):
@@ -55,7 +55,7 @@ def codec(basis: KVBlock) -> KvtcCodec:
 
 
 def groups_by_hand(rows: Array) -> list[tuple[list[int], dict[str, Any]]]:
-    """Layers of each group, and its mean, scale, limit and components with the width of each."""
+    """Return each group's layers, and its mean, scale, limit and components with their widths."""
     found = []
     for number in sorted(set(rows[:, 0, 0, 0])):
         layers = [layer for layer in range(len(rows)) if rows[layer, 0, 0, 0] == number]
@@ -75,8 +75,9 @@ def groups_by_hand(rows: Array) -> list[tuple[list[int], dict[str, Any]]]:
 
 
 def codes_by_hand(tensors: dict[str, Array], number: int, widths: Array, num_tokens: int) -> Array:
-    """One code at a time: of b bits, token t of n stands in byte t % rows of its component, the (t // rows)th from the
-    lowest bits."""
+    """Return the codes, read one by one: with b bits, token t of n is in byte t % rows of its component, at the (t //
+    rows)th position from the lowest bits.
+    """
     codes = []
     for rank, bits in enumerate(WIDTHS):
         ends = [0, *tensors["ends"]]
@@ -91,13 +92,13 @@ def codes_by_hand(tensors: dict[str, Array], number: int, widths: Array, num_tok
 
 
 def part_of(tensors: dict[str, torch.Tensor], part: str) -> dict[str, Array]:
-    """By name, as NumPy has them: it knows no bfloat16."""
+    """Return a part's tensors by name as NumPy arrays; NumPy has no bfloat16."""
     own = {name.removeprefix(f"{part}."): one for name, one in tensors.items() if name.startswith(part)}
     return {name: (one.float() if one.dtype == torch.bfloat16 else one).numpy() for name, one in own.items()}
 
 
 def in_16_bits(numbers: torch.Tensor) -> torch.Tensor:
-    """What is left of float32 when the lower half of its bits is rounded away, to even, by arithmetic on the bits."""
+    """Return float32 numbers rounded to the upper half of their bits, to even, by arithmetic on the bits."""
     bits = numbers.float().numpy().view(np.uint32).astype(np.uint64)
     upper = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return torch.from_numpy((upper << 16).astype(np.uint32).view(np.float32))
@@ -121,8 +122,9 @@ def test_what_is_decoded_is_mean_and_codes_times_components(codec: KvtcCodec, ba
 
 
 def test_codes_are_the_nearest_and_a_token_that_they_miss_is_exact(codec: KvtcCodec, basis: KVBlock) -> None:
-    """By least squares in scales. Token 40 is unlike all passages, in one layer's keys; tokens 60 and 61 are off the
-    mean by a little more and a little less than the limit, where no component reaches."""
+    """Codes are nearest by least squares in scales. Token 40 is unlike all passages in a layer's keys; tokens 60 and 61
+    differ from the mean by slightly more and slightly less than the limit, in a direction without components.
+    """
     block = passage(99)
     (_, _), (layers, group) = groups_by_hand(basis.keys.numpy())
     directions, off = group["components"] / group["scale"], np.random.default_rng(0).standard_normal(2 * HEADS * WIDTH)
@@ -169,7 +171,7 @@ def test_no_number_is_further_off_than_its_groups_limit(codec: KvtcCodec, basis:
 
 
 def test_bytes_are_those_asked_for_and_errors_small(codec: KvtcCodec) -> None:
-    """Ten hidden directions in 48 numbers a token: an eighth of bfloat16's bytes restores them."""
+    """With ten hidden directions in 48 numbers per token, an eighth of bfloat16's bytes restores the numbers."""
     block = passage(97, 400, torch.bfloat16)
     tensors = codec.encode(block)
     exact = sum(tensors[f"{part}.numbers"].nbytes for part in ("keys", "values"))
@@ -183,8 +185,9 @@ def test_bytes_are_those_asked_for_and_errors_small(codec: KvtcCodec) -> None:
 
 
 def test_principal_components_span_what_numpys_do(basis: KVBlock) -> None:
-    """All layers in one group, more bits than needed: the first ten components are those of a singular value
-    decomposition of the first three quarters of the sample."""
+    """All layers are a single group with more bits than needed: the first ten components equal those of a singular
+    value decomposition of the sample's first three quarters.
+    """
     blocks = [passage(seed) for seed in range(12)]
     rows = fit_basis(blocks, 2.0).keys
     ((_, group),) = groups_by_hand(rows.numpy())
@@ -200,7 +203,7 @@ def test_principal_components_span_what_numpys_do(basis: KVBlock) -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_bits_are_allotted_as_brute_force_does(data: st.DataObject) -> None:
-    """Rates are whole states, so that nothing is rounded."""
+    """All rates are whole numbers of states, so that nothing is rounded."""
     count = data.draw(st.integers(1, 5))
     prices = st.lists(st.integers(0, 2000), min_size=3, max_size=3)
     rates = np.array([[0, *sorted(data.draw(prices))] for _ in range(count)])
@@ -227,7 +230,7 @@ def test_many_components_share_choices_with_their_neighbours() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("first", "last"), [(0, 0), (4, 0), (2, 3), (300, 1)])
 def test_first_and_last_tokens_are_exact(basis: KVBlock, first: int, last: int, dtype: torch.dtype) -> None:
-    """To the bit where the block has 16 of them, else as bfloat16 has them."""
+    """They are equal bit for bit if the block has 16-bit numbers, and rounded to bfloat16 otherwise."""
     bases = Bases()
     bases.add(basis)
     codec, block = KvtcCodec(bases, first_tokens=first, last_tokens=last), passage(96, 50, dtype)
@@ -249,7 +252,7 @@ def pair(block: KVBlock) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_a_block_is_decoded_with_its_own_basis_alone(codec: KvtcCodec, basis: KVBlock, tmp_path: Path) -> None:
-    """Its name is in the block; another basis of the same shape is never taken for it."""
+    """The block names its basis, so another basis of the same shape is never used for it."""
     other = fit_basis([passage(seed) for seed in range(20, 32)], RATIO, FEATURES)
     assert basis_name(other) != basis_name(basis)
     block, key = passage(95), make_key(1)
@@ -269,7 +272,7 @@ def test_a_block_is_decoded_with_its_own_basis_alone(codec: KvtcCodec, basis: KV
 
 
 def test_a_stream_that_was_written_wrong_is_damage(codec: KvtcCodec) -> None:
-    """Frames that hold something else are found at once, flipped bits in one at the latest when it is decoded."""
+    """Frames of a wrong length are found when the block is checked, and flipped bits when it is decoded."""
     tensors = codec.encode(passage(98, 37))
     stream, ends = tensors["keys.stream"], tensors["keys.ends"]
     other = torch.frombuffer(bytearray(zstandard.ZstdCompressor().compress(b"other")), dtype=torch.uint8)
@@ -303,7 +306,7 @@ def test_blocks_of_another_shape_or_without_a_basis_are_refused(codec: KvtcCodec
 
 
 def test_too_few_tokens_are_refused_with_the_way_out() -> None:
-    """Two for each of 32 features, behind the first token of each passage."""
+    """Two tokens are needed for each of 32 features; the first token of each passage does not count."""
     short = [passage(seed, 9) for seed in range(8)]
     fit_basis(short, RATIO, FEATURES)
     with pytest.raises(BasisError, match=r"needs 64 tokens, and there are 56 .*ingest more passages at once"):
@@ -341,7 +344,7 @@ def test_expected_bytes_are_nearly_those_of_an_unseen_passage(dtype: torch.dtype
 
 
 def test_what_each_head_holds_of_its_own_has_twice_the_bytes() -> None:
-    """Heads that hold tokens of their own are little alike."""
+    """Heads that hold different tokens are hardly correlated."""
     generator = torch.Generator().manual_seed(3)
 
     def kept(seed: int) -> KVBlock:

@@ -1,4 +1,4 @@
-"""The basis of a codec that needs one: made at the first ingestion, kept, found again, and refused from too little."""
+"""The basis of a codec: made at the first ingestion, kept, found again, refused if there are too few tokens."""
 
 import shutil
 from pathlib import Path
@@ -17,7 +17,7 @@ CONFIG = rc.StoreConfig(codec="kvtc")
 
 @pytest.fixture(scope="module")
 def lm(tmp_path_factory: pytest.TempPathFactory) -> rc.LanguageModel:
-    """Two layers of two KV heads of 8: 32 features, so a basis needs 64 tokens, which are bytes here."""
+    """Return a model with two layers of two KV heads of 8: 32 features, so a basis needs 64 tokens (bytes here)."""
     return rc.load_lm(save_tiny_llama(tmp_path_factory.mktemp("tiny")))
 
 

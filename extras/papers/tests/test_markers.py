@@ -1,4 +1,4 @@
-"""`markers` against one plain forward over the ids with the markers in them, at the positions of TurboRAG."""
+"""`markers` against a plain forward pass over the ids with the markers, at TurboRAG's positions."""
 
 from collections import Counter
 
@@ -43,7 +43,7 @@ def with_markers(prompt):
 
 
 def composite_positions(marked):
-    """Every chunk right behind the prefix, the suffix behind the longest."""
+    """Return positions at which every chunk follows the prefix, and the suffix follows the longest chunk."""
     first = len(marked.prefix_ids)
     longest = max(len(chunk) for chunk in marked.chunk_ids)
     places = [*range(first)]

@@ -1,4 +1,4 @@
-"""ProphetKV: law 3, and its choice against the attention weights that plain transformers gives in every layer."""
+"""ProphetKV: law 3, and the chosen tokens against attention weights of plain transformers in every layer."""
 
 import time
 from contextlib import suppress
@@ -19,10 +19,11 @@ from ragcache.fusion.method import Placer, PrefillRequest
 
 @torch.no_grad()
 def attention(oracle, prompt):
-    """By layer, the suffix's rows of all heads over the context, each as the layer has it and as a share of its sum.
+    """Return, by layer, the attention of the suffix's rows of all heads to the context: as the layer has it, and as
+    shares of each row's sum.
 
-    The suffix of a block-diagonal forward sees the chunks as they were read alone. A row of a sliding layer may be too
-    far from the context to give it anything.
+    In a block-diagonal forward pass, the suffix sees the chunks as they were read alone. A row of a sliding layer may
+    be too far from the context to attend to it.
     """
     mask, context = masks_of(oracle, block_diagonal(prompt)), prompt.context_tokens
     layers = oracle(input_ids=torch.tensor([prompt.ids]), attention_mask=mask, output_attentions=True).attentions
@@ -32,18 +33,18 @@ def attention(oracle, prompt):
 
 
 def scores(rows_by_layer):
-    """By context token: what it gets of all rows of all layers."""
+    """Return each context token's attention, summed over all rows and layers."""
     return np.sum([rows.sum(0) for rows in rows_by_layer], axis=0)
 
 
 def ranked(prompt, rows_by_layer):
-    """Chunk tokens, the highest score first, then the first."""
+    """Return the chunk tokens by score, the highest first; of equal scores the first token first."""
     by_token = scores(rows_by_layer)
     return sorted(range(len(prompt.prefix_ids), prompt.context_tokens), key=lambda token: (-by_token[token], token))
 
 
 def with_scores(monkeypatch, lm, prompt, **options):
-    """What `prophet` gives, and the scores that it chose by."""
+    """Return the output of `prophet`, and the scores that it chose tokens by."""
     seen, chosen = [], prophet.chosen
     monkeypatch.setattr(prophet, "chosen", lambda *args: seen.append(args[0].double().numpy()) or chosen(*args))
     return rc.fuse(lm, prompt, "prophet", **options), seen[0]
@@ -57,7 +58,7 @@ def expected_logits(oracle, prompt, chosen):
 @pytest.mark.parametrize("family", CHOSEN_ON)
 @pytest.mark.parametrize("ratio", [0.2, 0.6])
 def test_the_tokens_that_the_suffix_attends_to_in_all_layers_run(load, monkeypatch, family, ratio):
-    """The suffix runs twice, and both times count."""
+    """The suffix runs twice, and both runs are counted."""
     lm, oracle = load(family)
     prompt = random_prompt(41, prefix=6, chunks=CHUNKS)
     count = round(ratio * sum(CHUNKS))
@@ -83,7 +84,7 @@ def test_neighbours_are_averaged_where_asked(load):
 
 
 def test_what_the_suffix_gives_to_itself_does_not_count(load):
-    """Where a row's weights over the context were not made shares of their sum, other tokens were chosen."""
+    """If a row's weights over the context were not normalised to sum to 1, other tokens would be chosen."""
     lm, oracle = load("llama")
     told_apart = 0
     for seed in range(60, 66):
@@ -112,7 +113,7 @@ def test_rows_that_a_window_parts_from_the_context_say_nothing(load, monkeypatch
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
 @pytest.mark.parametrize("layers", [[0], [1], [0, 2], (2, 1)])
 def test_layers_that_are_named_score_alone(load, family, layers):
-    """The first stage ends behind the last of them."""
+    """The first stage ends after the last of these layers."""
     lm, oracle = load(family)
     prompt = random_prompt(44, prefix=6, chunks=CHUNKS)
     shares, suffix = attention(oracle, prompt)[1], len(prompt.suffix_ids)

@@ -1,4 +1,4 @@
-"""What is no value of a method's option: it is refused when the method is made, by its name and with the way out."""
+"""Invalid values of a method's options are refused when the method is made, with the way out."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""SamKV, against a second writing of the paper: plain transformers under one mask a layer, and loops over blocks."""
+"""SamKV against a second implementation of the paper: plain transformers, a mask per layer, loops over blocks."""
 
 import math
 
@@ -29,7 +29,7 @@ def flat(lists):
 
 
 class Written:
-    """The paper once more. Every list is by layer; token sets are sets of positions."""
+    """A second implementation of the paper. All lists are by layer; token sets are sets of positions."""
 
     def __init__(self, model, prompt, options):
         self.model, self.prompt, self.options = model, prompt, options
@@ -64,7 +64,7 @@ class Written:
             start += len(chunk)
 
     def generic_queries(self):
-        """Queries when context tokens keep their old KV and every token sees initial and local parts only."""
+        """Return the queries of a pass over old KV in which all tokens see initial and local parts only."""
         seen = torch.zeros(self.n, dtype=torch.bool)
         seen[: len(self.prompt.prefix_ids)] = True
         seen[flat(self.anchors)] = True
@@ -75,7 +75,7 @@ class Written:
         return plan.queries
 
     def with_old(self, renewed):
-        """Context tokens keep their old KV but for those renewed in a layer."""
+        """Return a function that keeps the context tokens' old KV, except for tokens that are recomputed in a layer."""
 
         def change(layer, keys, values):
             theta = torch.zeros(self.n)
@@ -96,7 +96,9 @@ class Written:
         return change
 
     def score(self, layer, query):
-        """(by document: by block, by middle token; anchor) of inner products with equation 1's vectors."""
+        """Return, for each document, scores by block and by middle token, and of the anchor: inner products with
+        equation 1's vectors.
+        """
         query, keys = query[0], self.old[layer][0][0]
         groups = query.shape[0] // keys.shape[0]
         generic = query[:, self.context : self.prompt.num_tokens].mean(1).flatten()
@@ -119,11 +121,11 @@ class Written:
         return out
 
     def asking(self, layer, query):
-        """Queries that local ones are taken from."""
+        """Return the queries that local queries are taken from."""
         return query
 
     def low_and_high(self, layer, document):
-        """Scores of the least and of the most important block."""
+        """Return the scores of the least and of the most important block."""
         blocks = self.scores[layer][document][0]
         return min(blocks), max(blocks)
 
@@ -174,7 +176,7 @@ class Written:
         return wanted
 
     def logits(self):
-        """Logits of the suffix's last token and of every answer token."""
+        """Return the logits of the suffix's last token and of every answer token."""
         allowed = []
         for layer in range(self.layers):
             above = set.union(*self.kept[layer:]) & self.again

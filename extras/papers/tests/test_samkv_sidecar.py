@@ -1,4 +1,4 @@
-"""SamKV with sidecars: appendix A written twice, bytes that are read, and what a store does with them."""
+"""SamKV with sidecars: a second implementation of appendix A, the bytes that are read, and sidecars in a store."""
 
 import math
 from dataclasses import fields
@@ -45,7 +45,7 @@ def test_layers_of_several_shapes_have_no_sidecars(tmp_path):
 
 
 def alpha(curve):
-    """Least squares of log y = log c - alpha log x, by NumPy."""
+    """Return alpha by NumPy's least squares of log y = log c - alpha log x."""
     if len(curve) < 2:
         return 0.0
     x, y = np.log(np.arange(1, len(curve) + 1)), np.log(np.maximum(curve, 1e-12))
@@ -53,7 +53,7 @@ def alpha(curve):
 
 
 class WithSidecars(Written):
-    """Appendix A out of each passage's own attention, in NumPy, with loops over its blocks."""
+    """Appendix A in NumPy, from each passage's own attention, with loops over its blocks."""
 
     def asking(self, layer, query):
         return self.alone.queries[layer][0]
@@ -64,7 +64,7 @@ class WithSidecars(Written):
         return tokens, weights[np.ix_(tokens, tokens)]
 
     def importance(self, layer, document):
-        """By block: alpha, and the mean attention and the token of its best token."""
+        """Return for each block its alpha, and its best token with that token's mean attention."""
         tokens, weights = self.attention(layer, document)
         found = []
         for block in self.blocks[document]:
@@ -114,7 +114,7 @@ def test_sidecars_are_appendix_a_written_twice(family, options):
     fused = rc.fuse(lm, prompt, "samkv", surveyed(lm, prompt), **SIZES, **options)
     assert fused.kept_tokens == tuple(len(kept) + len(prompt.suffix_ids) for kept in written.kept)
     assert_like(decoded(lm, fused), written.logits())
-    # Local queries lie beside the blocks: the suffix alone runs in the generic pass.
+    # Sidecars have the local queries, so the suffix alone runs in the generic pass.
     again = [len(written.again & set.union(*written.kept[layer:])) for layer in range(written.layers)]
     assert fused.computed_tokens == tuple(2 * len(prompt.suffix_ids) + count for count in again)
 
@@ -139,7 +139,7 @@ def test_what_a_sidecar_holds_is_what_the_oracle_finds(family):
 
 @pytest.mark.parametrize("recipe", ["isolated", "prefix"])
 def test_without_what_appendix_a_says_sidecars_change_nothing(family, recipe):
-    """Scores by mean keys are those by all keys."""
+    """Scores by mean keys equal those by all keys."""
     lm, _ = family
     prompt = random_prompt(4, chunks=CHUNKS)
     options = {**SIZES, "top_p": 0.5, "personalized_bias": False, "recompute": "all", "update": "overwrite"}
@@ -151,16 +151,20 @@ def test_without_what_appendix_a_says_sidecars_change_nothing(family, recipe):
 
 
 def test_local_queries_are_those_of_the_passages_own_place(llama):
-    """Local queries turned to where the passage stands are what it asked there, behind a prefix as alone."""
+    """Local queries that are rotated to the passage's place equal the passage's queries there, with and without a
+    prefix.
+    """
     prompt = random_prompt(5, chunks=(40,))
     (alone,), (behind,) = (surveyed(llama, prompt, recipe=recipe) for recipe in ("isolated", "prefix"))
     assert not torch.allclose(alone.sidecar.local_query[1], behind.sidecar.local_query[1], atol=1e-4)
-    # Layer 0 knows nothing of what stands before.
+    # Layer 0 does not depend on the text before.
     torch.testing.assert_close(alone.sidecar.local_query[0], behind.sidecar.local_query[0], atol=1e-5, rtol=1e-5)
 
 
 def lines(slow=None):
-    """Attention of 40 tokens, in blocks of two from token 4 on; that of one token hardly falls, token 20's is small."""
+    """Return the attention to 40 tokens, in blocks of two from token 4 on: that to one token hardly falls, and that to
+    token 20 is small.
+    """
     weights, far = np.full((40, 40), 1e-6), np.arange(1, 41.0)
     for token in range(40):
         exponent = 0.1 if token == slow else 1.5 + 0.1 * math.sin(token)
@@ -179,7 +183,7 @@ def test_attention_that_falls_slowly_makes_a_block_important_and_its_token_an_ou
 
 
 class Counted(torch.Tensor):
-    """Numbers that lie off the device: whatever an operation makes of them has to reach it. Views are no operation."""
+    """A tensor of numbers off the device, which counts the numbers that operations read; views are not operations."""
 
     num_bytes = 0
 
@@ -196,7 +200,7 @@ class Counted(torch.Tensor):
 
 
 def test_few_of_the_bytes_are_read(tmp_path):
-    """Passages of 25 to 27 blocks: at most 15 % of the KV leaves where it lies, mean keys included."""
+    """Passages have 25 to 27 blocks: at most 15 % of the KV is read, mean keys included."""
     lm = rc.load_lm(save_tiny_llama(tmp_path, positions=4096))
     sizes = {"block_size": 16, "initial_blocks": 1, "local_blocks": 1}
     prompt = random_prompt(6, prefix=4, chunks=(400, 420, 405, 430, 425, 410), suffix=8)
@@ -258,7 +262,7 @@ TEXT = "The harbour of Aabo is old. Its ships sail for Brugge in spring, and for
 
 
 def test_a_store_keeps_sidecars_from_ingestion_on(tmp_path):
-    """Every other method reads the same blocks; they are gone with their document."""
+    """All other methods read the same blocks; sidecars are deleted with their document."""
     store = rc.StoreConfig(codec="samkv")
     documents = [rc.Document(id=name, text=TEXT.replace("Aabo", name)) for name in ("Aabo", "Evora", "Delft")]
     with rc.RagCache.open(tmp_path / "kb", model="mini", store=store) as kb:

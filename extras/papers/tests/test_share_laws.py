@@ -1,4 +1,4 @@
-"""Law 3 for every method that runs a share of the passages' tokens again: all are full prefill, none is reposition."""
+"""Law 3 for every method that recomputes a share of the tokens: all are full prefill, none is `reposition`."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ import ragcache as rc
 @pytest.mark.parametrize("method", ["a3", "prophet"])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_all_tokens_are_full_prefill_and_none_is_reposition(load, family, method):
-    """With none, it is the very same computation; with all, there is nothing to ask."""
+    """With no tokens, the computation is the same; with all tokens, no scores are needed."""
     lm, oracle = load(family)
     prompt = random_prompt(44)
     whole = rc.fuse(lm, prompt, method, ratio=1)

@@ -1,1 +1,1 @@
-"""Needs of a deployment before it is built: sizes and money by arithmetic, tiers and policies by simulation."""
+"""Plans a deployment before it is built: computes sizes and costs, and simulates tiers and eviction policies."""

@@ -51,7 +51,7 @@ class Accesses:
         return int(self.num_tokens[self.blocks].sum())
 
     def room(self, tokens: int) -> int:
-        """Return the bytes of so many tokens, by the mean over the blocks."""
+        """Return the bytes of this many tokens, by the blocks' mean bytes per token."""
         return round(tokens * int(self.num_bytes.sum()) / max(1, int(self.num_tokens.sum())))
 
     @property
@@ -60,9 +60,9 @@ class Accesses:
 
 
 def recorded(path: Path, bytes_per_token: int = BYTES_PER_TOKEN) -> Accesses:
-    """Read the passages of a log of requests, whose tokens have so many bytes each.
+    """Return the accesses to passages in a log of requests. bytes_per_token: of KV
 
-    Raises TraceError naming the line that is wrong, or the file if it is empty.
+    Raises TraceError naming the line that is wrong, or the file if it has no access.
     """
     found = from_requests(read_log(path), bytes_per_token)
     if not len(found):

@@ -1,13 +1,14 @@
 """Shares of prefix, moved, changed and new tokens in a log of requests.
 
-A prompt is cut into pieces where its own words say so, so that a piece is found again wherever it stands. A piece is
+A prompt is cut after words that are selected by their hash, so that equal text is cut alike wherever it occurs. A piece
+is
 
     prefix   if an earlier prompt began with the same pieces up to its end
-    moved    if it was in an earlier prompt otherwise
-    changed  if it was not, and stands between two pieces that were
+    moved    if an earlier prompt had it elsewhere
+    changed  if no earlier prompt had it, and it lies between two pieces that earlier prompts had
     new      otherwise
 
-The last `most` pieces and beginnings are remembered; anything older is new again.
+The last `most` pieces and beginnings are remembered; older pieces count as new.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ from ragcache_plan.request_logs import Logged
 UNIT = re.compile(r"\w+|[^\w\s]")
 SHARES = ("prefix", "moved", "changed", "new")
 MOST = 1 << 19
-"""Pieces, and beginnings of prompts, that are remembered."""
+"""Number of pieces that are remembered, and of beginnings of prompts."""
 CUT_EVERY = 16
 """Mean units of a piece. A piece has at most 8 times as many."""
 
 
 def pieces_of(request: Logged) -> Iterator[tuple[int, int]]:
-    """Yield each piece's hash and tokens. A word or sign counts as a token; a block of a trace is a piece."""
+    """Yield each piece's hash and number of tokens. A word or sign of a text counts as a token.
+
+    A token id and a block of a trace are a piece each.
+    """
     for part in request.parts:
         if not isinstance(part, str):
             yield part if isinstance(part, tuple) else (part, 1)
@@ -52,7 +56,7 @@ def _hash(text: str) -> int:
 
 
 class Window:
-    """The hashes that were used last."""
+    """The `most` hashes that were used last."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -71,7 +75,11 @@ class Window:
 
 @dataclass
 class Census:
-    """tokens: by share, of all requests, by day and by kind. skipped: lines that are no request, by reason"""
+    """Counts of tokens by share, over all requests, by day and by kind.
+
+    most:    number of pieces, and of beginnings, that are remembered
+    skipped: lines of the log that are not requests, by reason
+    """
 
     most: int = MOST
     requests: int = 0
@@ -103,7 +111,7 @@ class Census:
         self.requests += 1
 
     def to_json(self, rates: MachineRates) -> dict[str, Any]:
-        """Return shares in percent, and what these rates would save: seconds of prefill for found tokens."""
+        """Return shares in percent, and the seconds of prefill that KV of the found tokens saves at these rates."""
         speed = rates.prefill_tokens_s
         return {
             "requests": self.requests,

@@ -54,8 +54,8 @@ def configured_shape(model: str | Path) -> KVShape:
 def _layers_that_differ(config: PreTrainedConfig) -> tuple[tuple[LayerShape, ...], tuple[StateShape, ...]]:
     """Return the shapes of the layers, and of recurrent layers' states; none if all layers are alike.
 
-    They come from the projections of a model without weights: no field of a configuration states
-    them in every family. Layers of the same type are alike, so most models need not be built.
+    They are read from the projections of a model without weights, because no field of the configuration states them in
+    every family. Layers of the same type are alike, so most models need not be built.
     """
     kinds = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
     if len(kinds) < 2 and not any(map(keeps_state, kinds)):
@@ -75,7 +75,10 @@ def _layers_that_differ(config: PreTrainedConfig) -> tuple[tuple[LayerShape, ...
 
 
 def _state(mixer: Mixer, config: PreTrainedConfig) -> StateShape:
-    """Return the mixer's state after two meta tokens. That only the gated delta rule has a width of keys is a guess."""
+    """Return the shape of the mixer's state after two meta tokens.
+
+    Only a mixer of the gated delta rule is assumed to have `head_k_dim`.
+    """
     width = int(config.get_text_config(decoder=True).hidden_size)
     with torch.no_grad():
         _, (conv, state) = mixer.step(torch.empty(1, 2, width, device="meta"), None, {})

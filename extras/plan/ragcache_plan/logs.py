@@ -3,7 +3,7 @@
 Three formats are read, each as JSON lines, also compressed by gzip:
 
 RAGPulse's, a directory: `0_trace.jsonl` has a request a line, five further files the length of each hash. As published
-its two weeks follow each other, each by a clock that begins at 0: they are laid upon each other
+it has two weeks, one after the other, each with a clock that begins at 0: their requests are merged by time
     {"timestamp": "82", "input_length": 3112, "output_length": 192, "session_id": "...", "hash_ids":
      {"sys_prompt": [8302], "passages_ids": [7398, 7370], "history": [15200], "web_search": [], "user_input": [26923]}}
 `ragcache record`'s, a file: the same lines, with the length beside each hash: {"sys_prompt": [["5f0c", 512]], ...}
@@ -33,7 +33,7 @@ KINDS = {
 TABLES = ("1_sys_prompt", "2_passages", "3_history", "4_user_input", "5_web_search")
 TRACE = "0_trace"
 MOONCAKE_BLOCK = 512
-LONGEST = 1 << 24  # tokens of a part or an answer: beyond it a line is no measurement
+LONGEST = 1 << 24  # most tokens of a part or an answer: a line with more is damaged
 
 
 class Part(NamedTuple):
@@ -103,7 +103,7 @@ def _file(directory: Path, name: str) -> Path:
 
 @dataclass
 class _Lengths:
-    """Tokens by hash. tables: whether they come from files of their own; else each line of a log states them"""
+    """Tokens by hash. tables: whether separate files state them; otherwise each line of a log does"""
 
     tables: bool = False
     known: dict[str, int] = field(default_factory=dict)

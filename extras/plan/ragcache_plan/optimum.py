@@ -15,8 +15,8 @@ class Optimum(NamedTuple):
 
     hits, tokens: of Belady's rule, which evicts the block whose next use is latest. For blocks of equal size that is
                   the optimum; otherwise it is the result of a rule that knows the future, and a policy may do better
-    bound, bound_tokens: no policy has more; equal to Belady's for equal sizes
-    exact:        whether the sizes are equal
+    bound, bound_tokens: upper bounds for every policy; equal to Belady's if all sizes are equal
+    exact:        whether all sizes are equal
     """
 
     hits: int
@@ -72,11 +72,11 @@ def _belady(trace: Accesses, following: Ints, budget_bytes: int) -> tuple[int, i
 
 
 def _bound(trace: Accesses, following: Ints, budget_bytes: int, worth: Ints) -> int:
-    """Return the most that hits can be worth together; worth: of a hit, [number of blocks].
+    """Return an upper bound on the worth of all hits together. worth: of a hit, [number of blocks]
 
-    Berger, Beckmann and Harchol-Balter 2018 (PFOO-L): a hit takes its block's bytes for as long as it waits. All hits
-    together cannot take more than the budget over the whole trace: those with the most worth for their cost, until the
-    budget is used up, the last in part, are worth at least as much.
+    Berger, Beckmann and Harchol-Balter 2018 (PFOO-L): a hit occupies its block's bytes since the block's previous
+    access. All hits together cannot occupy more than the budget times the length of the trace. So no policy's hits are
+    worth more than those that are taken by worth per cost until this is used up, the last one in part.
     """
     reused = (following < len(trace)) & (trace.num_bytes[trace.blocks] <= budget_bytes)
     blocks = trace.blocks[reused]

@@ -24,7 +24,7 @@ def check_kept(kept: float) -> None:
 
 @dataclass(frozen=True)
 class Corpus:
-    """documents of `tokens` tokens each, cut into chunks of `chunk_tokens`, of whose KV the share `kept` is stored.
+    """A corpus of documents of `tokens` tokens each, cut into chunks of `chunk_tokens`. kept: share of KV stored
 
     Raises ConfigError naming the option.
     """
@@ -41,7 +41,7 @@ class Corpus:
         check_kept(self.kept)
 
     def encode_s(self, rates: MachineRates) -> float:
-        """Return the seconds to read a chunk, which is read twice if some of its KV is dropped."""
+        """Return the seconds to encode a chunk, which is read twice if some of its KV is dropped."""
         chunk_tokens = self.num_tokens / self.chunks
         return rates.prefill_s(chunk_tokens if self.kept == 1 else 2 * chunk_tokens)
 
@@ -128,7 +128,7 @@ class Prices:
         return seconds / 3600 * self.gpu_hour
 
     def storage(self, num_bytes: float) -> float:
-        """For a month."""
+        """Return the price of storing this many bytes for a month."""
         return num_bytes / GB * self.gb_month
 
     def transfer(self, num_bytes: float, tier: str) -> float:
@@ -137,16 +137,17 @@ class Prices:
 
 @dataclass(frozen=True)
 class CodecPlan:
-    """A plan for a codec. Money and GPU hours are for a month of the demand, precomputation spread over the months
-    kept.
+    """A plan for a codec. Costs and GPU hours are those of a month; precomputation is spread over the months that
+    blocks are kept.
 
     corpus_bytes:         KV of all chunks, once
-    pays_above_bytes_s:   rate of a disk or network above which a chunk is loaded faster than computed; None: no rate is
+    pays_above_bytes_s:   rate of a disk or network above which a chunk is loaded faster than computed; None: at no rate
     transfer_cost:        reading the KV of all requests from a remote store
     fused_s, fused_share: seconds to the first token, and their share of full prefill's
     reuses_time:          uses after which precomputing a chunk has saved GPU time; None: it never does
-    reuses_month:         uses a month from which on a stored chunk is cheaper than computing it each time; None: never
-    hot_chunks:           number of chunks used so often, and the cost if KV is kept only for these
+    reuses_month:         uses a month from which a stored chunk is cheaper than computing it each time; None: never
+    hot_chunks, hot_bytes, hot_cost: number of chunks with at least `reuses_month` uses, their KV, and the total cost if
+                          KV is kept only for these chunks
     """
 
     codec: str
@@ -176,9 +177,13 @@ class CodecPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan: shape, chunks, precompute_s and codecs; full_s, full_gpu_hours and full_cost are those of full prefill.
+    """A plan for a corpus and a demand. Costs and GPU hours are those of a month.
 
-    codec: the cheapest codec's name; keep: "all" chunks, the "hot" chunks, or "none"; reasons: why, in words
+    precompute_s, precompute_cost: encoding all chunks once
+    full_s, full_gpu_hours, full_cost: of full prefill; full_s: to the first token
+    codec:   the cheapest codec's name
+    keep:    whose KV to store: of "all" chunks, the "hot" chunks, or "none"
+    reasons: for this advice, in words
     """
 
     shape: KVShape
@@ -210,7 +215,7 @@ def make_plan(
     prices: Prices | None = None,
     sizes: Sequence[CodecSize] | None = None,
 ) -> Plan:
-    """Return plans for every codec (`sizes`: for these) and the cheapest codec."""
+    """Return the plans of all codecs, or of those in `sizes`, and the advice to take the cheapest."""
     rates, prices = rates or MachineRates(), prices or Prices()
     sizes = sizes if sizes is not None else codec_sizes(shape, corpus.chunk_tokens, corpus.kept)
     precompute_s = corpus.chunks * corpus.encode_s(rates)

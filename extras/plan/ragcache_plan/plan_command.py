@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShapeOptions:
-    """Model whose KV it is."""
+    """Options of the model whose KV is planned."""
 
     model: Annotated[
         str | None, option("--model", "Bundled name, directory with a config.json or hub id; no weights are read.")

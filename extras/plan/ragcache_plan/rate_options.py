@@ -1,4 +1,4 @@
-"""Options of `plan` and `simulate`: how fast the machine is, stated or measured."""
+"""Options of `plan`, `simulate` and `census`: how fast the machine is, stated or measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RateOptions:
-    """How fast the machine is. Without any: an 8B model on an A100."""
+    """Options of the machine's speed. The defaults are those of an 8B model on an A100."""
 
     prefill_rate: Annotated[
         float | None, option("--prefill-rate", "Tokens that a prefill reads in a second.", show_default="5646")

@@ -93,7 +93,7 @@ def measure_rates(lm: LanguageModel, directory: Path) -> MachineRates:
 
 
 def measure_prefill(lm: LanguageModel) -> PrefillRate:
-    """Measure two lengths to fix the two coefficients; the fastest of three passes counts, after a warm-up pass."""
+    """Return the prefill's rate from passes of two lengths: of each the fastest of three, after a warm-up pass."""
     few, many = (min(tokens, lm.max_positions // divisor) for tokens, divisor in zip(PROBE_TOKENS, (4, 1), strict=True))
     seconds = {tokens: min([_pass_s(lm, tokens) for _ in range(1 + PROBE_REPEATS)][1:]) for tokens in (few, many)}
     quadratic = (seconds[many] / many - seconds[few] / few) / (many - few) if many > few else 0.0

@@ -17,7 +17,7 @@ from ragcache_plan.rates import MachineRates
 
 
 class SimulatedTier:
-    """Blocks that a tier would hold, by the ledger of a tier in memory. budget_bytes: None keeps everything."""
+    """The blocks that a tier would hold, by the memory tier's own ledger. budget_bytes: None keeps all blocks"""
 
     def __init__(self, name: str, budget_bytes: int | None, policy: EvictionPolicy) -> None:
         self.name = name
@@ -34,7 +34,7 @@ class SimulatedTier:
         return True
 
     def put(self, entry: Entry) -> None:
-        """Replace the entry with the same key, if there is room and the policy finds it worth the entries to evict."""
+        """Add the entry, or replace an entry with its key, if there is room or the policy evicts others for it."""
         self.ledger.remove(entry.key)
         reservation = self.ledger.reserve(entry)
         if reservation is not None:
@@ -115,7 +115,7 @@ def _serve(
     rates: MachineRates,
     question_tokens: int,
 ) -> tuple[NDArray[np.float64], int, int]:
-    """Return seconds to the first token of every request; blocks and tokens that were computed."""
+    """Return each request's seconds to the first token, and the numbers of blocks and tokens that were computed."""
     place_s, read_s = 1 / rates.memory_bytes_s, 1 / rates.disk_bytes_s
     floor_s = rates.prefill_s(question_tokens)
     compute_s = {tokens: rates.prefill_s(tokens) for tokens in np.unique(trace.num_tokens).tolist()}

@@ -24,7 +24,7 @@ VLLM_TIME = re.compile(r"\b(\d\d-\d\d) \d\d:\d\d:\d\d")
 class Logged(NamedTuple):
     """A request.
 
-    parts: its prompt: texts, token ids, or blocks of a trace: an id, and its tokens
+    parts: its prompt: texts, token ids, or blocks of a trace, each an id and a number of tokens
     day:  in UTC, "day N" for a trace whose time begins at 0, or "unknown"
     kind: "question", "conversation", "tools", "prompt" or "trace"
     """
@@ -159,7 +159,7 @@ def hash_id(given: int | str) -> int:
 
 
 def _from_json(given: Any) -> Any:
-    """Return a value that some loggers write as JSON within JSON."""
+    """Return a field's value, which some programs write as JSON within JSON; None if that is damaged."""
     try:
         return json.loads(given) if isinstance(given, str) else given
     except (ValueError, RecursionError):
@@ -182,7 +182,10 @@ def _kind(messages: Sequence[Any], tools: bool) -> str:
 
 
 def _day(when: Any, *, unit_s: float | None = None) -> str:
-    """Return the day of a time. unit_s: of a number; None: milliseconds where seconds would be beyond the year 5000"""
+    """Return the day of a time, a number or an ISO date; "unknown" if it is neither.
+
+    unit_s: seconds in a number's unit; None: seconds, or milliseconds if seconds would be after the year 5000
+    """
     try:
         seconds = float(when)
     except (ValueError, TypeError):

@@ -36,7 +36,7 @@ class KVShape:
 
     @property
     def bytes_per_token(self) -> int:
-        """2 (keys and values) * num_layers * num_kv_heads * head_dim * bytes of a number, where layers are alike."""
+        """Return the bytes of a token's keys and values in all layers."""
         return sum(layer.numbers for layer in self.by_layer) * self.itemsize
 
     @property
@@ -62,7 +62,12 @@ class KVShape:
 
 
 class CodecSize(NamedTuple):
-    """bytes_per_token: of a block of the given length, in its tier; ratio: to the raw numbers; lossless: bit for bit"""
+    """The size of blocks under a codec.
+
+    bytes_per_token: of a block of the given length, as it is stored
+    ratio:           of its bytes to those of the raw numbers
+    lossless:        whether blocks are restored bit for bit
+    """
 
     name: str
     bytes_per_token: float
@@ -71,7 +76,7 @@ class CodecSize(NamedTuple):
 
 
 def codec_sizes(shape: KVShape, chunk_tokens: int, kept: float = 1.0) -> list[CodecSize]:
-    """Return every registered codec over numbers of the model's shape, raw first; see `Codec.expected_bytes`.
+    """Return the size of a chunk under each registered codec, raw first; see `Codec.expected_bytes`.
 
     kept: share of its tokens that each head holds; see `Recipe`
 

@@ -46,7 +46,7 @@ def simulate(
 ) -> None:
     """Replay a log of requests against budgets and policies, without a model.
 
-    Beside each stands Belady's optimum, which knows the future, and the time to the first token that the rates give.
+    Each line also has Belady's optimum, which knows the future, and the time to the first token at the given rates.
     """
     from ragcache.store.eviction import ADMISSIONS, POLICIES
     from ragcache_plan.accesses import recorded

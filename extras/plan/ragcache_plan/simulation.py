@@ -28,9 +28,9 @@ class Outcome:
     ttft_s:         seconds to the first token, estimated from the rates, at "p50", "p95" and "p99" of the requests
     optimum_rate:   hits in memory of Belady's rule, which knows the future: the optimum if all blocks have the same
                     size
-    bound_rate:     no policy has more hits in memory
-    optimum_token_rate, bound_token_rate: the same of tokens
-    optimum_exact:  whether the sizes are equal
+    bound_rate:     upper bound on the hits in memory of any policy
+    optimum_token_rate, bound_token_rate: the same for tokens
+    optimum_exact:  whether all blocks have the same size
     """
 
     policy: str
@@ -66,7 +66,7 @@ def simulate(
 ) -> Iterator[Outcome]:
     """Yield the outcome of every budget with every policy and every admission filter.
 
-    Raises ConfigError, also for a memory budget that is smaller than every block.
+    Raises ConfigError if there are no accesses, or if a memory budget is smaller than every block.
     """
     if not len(trace):
         raise ConfigError("there is no access to simulate")

@@ -15,13 +15,17 @@ from ragcache_plan.replay import Budgets, replay
 
 HOUR_S = 3600.0
 SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
-ENOUGH = 0.95  # of the tokens that unlimited memory finds
+ENOUGH = 0.95  # share of the tokens found by unlimited memory that the advised memory finds
 
 
 @dataclass(frozen=True)
 class MemorySize:
-    """A memory of so many tokens of KV. token_rate: share of the passages' tokens that it finds; computed_rate: share
-    of all prompt tokens that the model reads; cards: busy at once in the busiest hour, by the time of prefill alone"""
+    """A memory of this many tokens of KV.
+
+    token_rate:    share of the passages' tokens that it finds
+    computed_rate: share of all prompt tokens that the model then reads
+    cards:         cards that the prefills of the busiest hour take; decoding is not counted
+    """
 
     tokens: int
     num_bytes: int
@@ -32,8 +36,13 @@ class MemorySize:
 
 @dataclass(frozen=True)
 class Sizing:
-    """span_s: from the first request to the last; disk_tokens, disk_bytes: of every passage once; memory: the smallest
-    of `sizes` that finds nearly as much as unlimited memory"""
+    """Memory, disk and cards that a log of requests takes.
+
+    span_s:        seconds from the first request to the last
+    disk_tokens, disk_bytes: of every passage once
+    memory:        the smallest of `sizes` that finds nearly as much as unlimited memory
+    cards_without: cards that the prefills of the busiest hour take without stored KV
+    """
 
     requests: int
     span_s: float
@@ -53,7 +62,7 @@ class Sizing:
 
 
 def size_up(requests: Sequence[LoggedRequest], bytes_per_token: int, rates: MachineRates) -> Sizing:
-    """Return the sizes that a log takes, by the default policy and an empty store at first."""
+    """Return the sizes that a log takes, with the default policy and a store that is empty at first."""
     trace = from_requests(requests, bytes_per_token)
     prompts = np.array([request.num_tokens for request in requests])
     inside = np.add.reduceat(

@@ -47,7 +47,7 @@ def plain_shape(directory: Path) -> KVShape | None:
         return None
     try:
         return _stated_shape(json.loads((directory / CONFIG).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):  # whatever is wrong with it, transformers says what
+    except (OSError, ValueError, TypeError):  # transformers says what is wrong
         return None
 
 
@@ -73,7 +73,7 @@ def _is_plain(stated: dict[str, Any]) -> bool:
 
 
 def _plainly_rotates(rope: object) -> bool:
-    """Return whether rotation is plain. rope: of transformers 5, or by the field and the names of older versions"""
+    """Return whether rotation is plain. rope: a field as transformers 5 or an older version writes it"""
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         return False
     return "llama_4_scaling_beta" not in rope and rope.get("rope_type", rope.get("type", "default")) in PLAIN_ROPE

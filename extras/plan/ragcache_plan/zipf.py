@@ -8,7 +8,10 @@ EXACT = 1 << 20
 
 
 def zipf_mass(exponent: float, ranks: float) -> float:
-    """Sum of r ** -exponent for r = 1 ... ranks; beyond a million by its integral, with the trapezium's correction."""
+    """Return the sum of r ** -exponent for r = 1 ... ranks.
+
+    Beyond a million it is computed as an integral, with the correction of the trapezium rule.
+    """
     whole = int(ranks)
     head = min(whole, EXACT)
     total = float(np.sum(np.arange(1, head + 1, dtype=np.float64) ** -exponent))
@@ -31,6 +34,6 @@ def ranks_above(exponent: float, ranks: int, least: float, uses: float) -> int:
         return 0
     if exponent == 0:
         return ranks
-    # The floor of a number that is whole but for rounding must not lose a rank.
+    # A whole number that rounding made slightly smaller must not lose a rank to `int`.
     reached = np.exp(min(np.log(first / least) / exponent, np.log(ranks) + 1))
     return min(ranks, int(reached * (1 + 1e-12)))

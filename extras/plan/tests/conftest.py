@@ -1,3 +1,3 @@
-"""The store that the command line's own tests make."""
+"""The store that the tests of the command line make."""
 
 from tests.cli.conftest import _models, folder, made, model, store  # noqa: F401

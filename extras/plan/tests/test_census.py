@@ -1,4 +1,4 @@
-"""The census against a brute-force count over whole prompts, and against logs as their programs write them."""
+"""The census against a brute-force count over whole prompts, on logs as their programs write them."""
 
 import json
 from collections import Counter
@@ -18,7 +18,7 @@ blocks = st.lists(st.lists(st.integers(0, 6), max_size=9), max_size=8)
 
 
 def counted(prompts) -> Counter:
-    """Compare every prompt with all prompts before it, piece by piece."""
+    """Return the shares, by comparing every prompt with all earlier prompts, piece by piece."""
     found = Counter()
     for number, prompt in enumerate(prompts):
         earlier = prompts[:number]

@@ -1,4 +1,4 @@
-"""Logs of requests in all formats, against the tables they were written from, and bad lines."""
+"""Logs of requests in all formats, against the tables that they were written from, and bad lines."""
 
 import json
 from collections import OrderedDict

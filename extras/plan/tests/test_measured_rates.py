@@ -1,4 +1,4 @@
-"""The measurement of a machine's prefill: never of how loaded the machine was."""
+"""The measured prefill rate does not depend on the load of the machine."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from ragcache_plan.rates import measure_prefill
 
 
 class SlowedModel:
-    """Passes of 1 ms a token by a clock of its own; only every fourth one meets a quiet machine."""
+    """A model whose passes take 1 ms a token by the test's clock; only every fourth pass has a quiet machine."""
 
     max_positions = 4096
 

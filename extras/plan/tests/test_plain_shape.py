@@ -1,4 +1,4 @@
-"""Shapes read off a config.json alone, against transformers' own configuration classes."""
+"""Shapes read from a config.json alone, against transformers' own configuration classes."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_what_transformers_saves_is_read_without_it(family, dtype, tmp_path):
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("family", sorted(PLAIN))
 def test_a_field_that_is_absent_is_what_transformers_takes_it_for(family, more, tmp_path):
-    """Or is left to transformers."""
+    """Otherwise the file is left to transformers."""
     fields = {"model_type": family, **FIELDS, **more}
     write(tmp_path, **{name: value for name, value in fields.items() if name not in more or value is not None})
     found = plain_shape(tmp_path)

@@ -1,4 +1,4 @@
-"""Plans against the arithmetic of KVLink's paper and reviews, against real stores, and against sums written out."""
+"""Plans against the arithmetic of KVLink's paper and reviews, against real stores, and against written-out sums."""
 
 import json
 import math
@@ -37,9 +37,10 @@ REVIEW_PRICES = Prices(gpu_hour=1.79, gb_month=0.023)
 
 
 def test_a_million_requests_take_246_gpu_hours_or_9():
-    """The time to the first token is what the 9 hours state: 32.4 ms. The reviews' rounder figures follow from it: a
-    reduction "by around 96%" (96.3 %), and "25 times more requests" (27). Of exactly 96 % would come 9.8 hours and 18
-    USD."""
+    """The 9 hours give a time to the first token of 32.4 ms. The reviews' rounded figures follow from it: a reduction
+    "by around 96%" (96.3 %), and "25 times more requests" (27). A reduction of exactly 96 % would be 9.8 hours and 18
+    USD.
+    """
     demand = Demand(REQUESTS, REQUEST_TOKENS, question_tokens=0, fused_s=FUSED_HOURS * 3600 / REQUESTS, tier="memory")
     plan = make_plan(LLAMA_3_8B, Corpus(1, 5_000), demand, MachineRates(PREFILL_TOKENS_S), REVIEW_PRICES, [RAW])
     raw = plan.codecs[0]
@@ -51,7 +52,7 @@ def test_a_million_requests_take_246_gpu_hours_or_9():
 
 
 def test_the_9_hours_follow_from_the_bus_and_the_question():
-    """Nothing of the reviews' 9 hours put in: 4,970 tokens of KV over PCIe 4.0 (24 GB/s), 30 tokens of question run."""
+    """Without the reviews' 9 hours as input: 4,970 tokens of KV over PCIe 4.0 (24 GB/s), and 30 tokens of question."""
     demand = Demand(REQUESTS, REQUEST_TOKENS, question_tokens=30, tier="memory")
     rates = MachineRates(PREFILL_TOKENS_S, memory_bytes_s=24e9)
     raw = make_plan(LLAMA_3_8B, Corpus(1, 5_000), demand, rates, REVIEW_PRICES, [RAW]).codecs[0]
@@ -82,7 +83,7 @@ def test_a_shape_is_that_of_the_blocks_that_the_model_makes(family, tmp_path):
 @pytest.mark.parametrize("name", ["qwen3_next", "bamba", "lfm2"])
 @pytest.mark.parametrize("codec", ["raw", "int8"])
 def test_planned_bytes_of_recurrent_layers_are_those_on_disk(name, codec, tmp_path):
-    """Maps of states dominate short chunks; a codec in fewer bits has them in int8."""
+    """Recurrent states dominate short chunks; a codec with fewer bits keeps them as int8."""
     lm = rc.load_lm(hybrid(name))
     save_hybrid(name, tmp_path / "model")
     planned = next(one for one in codec_sizes(shape_of(tmp_path / "model", "float32"), 64) if one.name == codec)
@@ -109,7 +110,7 @@ def test_what_is_no_model_is_refused(tmp_path):
 @pytest.mark.parametrize("kept", [1, 0.25])
 @pytest.mark.parametrize("codec", CODECS)
 def test_planned_bytes_are_those_on_disk(codec, kept, tmp_path):
-    """Within the header of a file, which names the tensors of each layer where layers hold unequally many tokens."""
+    """They are equal up to a file's header, which names tensors by layer if layers hold unequally many tokens."""
     shape = KVShape(num_layers=4, num_kv_heads=4, head_dim=64, dtype="float32")
     planned = next(size for size in codec_sizes(shape, 64, kept) if size.name == codec)
     block = with_first(example_block(shape.by_layer, 64, torch.float32), kept)
@@ -137,7 +138,7 @@ def test_planned_bytes_are_those_on_disk(codec, kept, tmp_path):
 def test_money_is_what_a_loop_over_all_chunks_adds_up(
     documents, tokens, requests, zipf, gb_month, ratio, remote, replicas, gb_transfer
 ):
-    """Every chunk's uses, savings and storage one by one; a chunk is hot when it saves what it costs."""
+    """Each chunk's uses, savings and storage are summed; a chunk is hot if it saves at least its cost."""
     corpus, prices = Corpus(documents, tokens), Prices(2.0, gb_month, 6.0, gb_transfer)
     tier, read_rate = ("remote", 5e8) if remote else ("disk", 1e9)
     demand = Demand(requests, 1280 + 30, zipf=zipf, tier=tier, replicas=replicas)
@@ -175,7 +176,7 @@ def test_money_is_what_a_loop_over_all_chunks_adds_up(
 
 @pytest.mark.parametrize(("ratio", "gigabytes"), [(1.0, 0.74), (0.281, 0.21)])
 def test_a_remote_load_pays_above_the_rate_at_which_prefill_makes_kv(ratio, gigabytes):
-    """131,072 bytes a token at 5,646 tokens/s, where putting KV in its place takes no time."""
+    """The rate is 131,072 bytes a token times 5,646 tokens/s, if placing KV takes no time."""
     rates = MachineRates(PREFILL_TOKENS_S, memory_bytes_s=1e15, network_bytes_s=1e9)
     size = CodecSize("some", ratio * LLAMA_3_8B.bytes_per_token, ratio, False)
     plan = make_plan(LLAMA_3_8B, Corpus(1, 256), Demand(10**9, 5000, tier="remote"), rates, sizes=[size])
@@ -195,13 +196,13 @@ def test_more_gpus_are_asked_for_than_there_are_hours():
 
 
 def test_all_chunks_are_kept_where_each_pays():
-    """Also where sums in another order differ in their last digit."""
+    """This holds also if sums in another order differ in the last digit."""
     plan = make_plan(LLAMA_3_8B, Corpus(10_000, 2000), Demand(10**6, 5000), sizes=[RAW])
     assert (plan.keep, plan.codecs[0].hot_chunks) == ("all", plan.chunks)
 
 
 def test_break_even_in_time():
-    """A chunk that is computed once and then loaded costs as much as computing it every time, after so many uses."""
+    """After this many uses, a chunk that is computed once and then loaded costs as much as computing it each time."""
     demand, rates = Demand(1000, 1310, tier="disk"), MachineRates(5000.0, 0.0, 10e9, 1e9)
     found = make_plan(KVShape(1, 1, 250), Corpus(10, 256), demand, rates, sizes=[CodecSize("raw", 1000.0, 1, True)])
     uses = found.codecs[0].reuses_time

@@ -1,4 +1,4 @@
-"""`ragcache plan` and `ragcache simulate`: what they print is what the library computes, and how they refuse."""
+"""`ragcache plan` and `ragcache simulate` print the library's figures, and refuse bad options."""
 
 import json
 
@@ -77,7 +77,7 @@ def test_plan_knows_the_share_of_kv_that_is_kept():
 
 
 def test_plan_sizes_a_log(tmp_path):
-    """Four passages of 100 tokens, of which the first two come every hour and the others once."""
+    """Of four passages of 100 tokens, the first two are requested every hour and the others once."""
     path = tmp_path / "log.jsonl"
     with path.open("w") as file:
         for hour in range(10):
@@ -124,7 +124,7 @@ def test_simulate_is_the_librarys(trace):
 
 
 def test_simulate_takes_room_in_tokens(trace):
-    """All 28 tokens of the blocks, by the bytes that a token has if none are given."""
+    """The room is all 28 tokens of the blocks, with the default bytes per token."""
     result = invoke("simulate", trace, "--room", 28, "--eviction", "lru", "--admission", "all", "--json")
     (outcome,) = json.loads(result.stdout)["outcomes"]
     assert outcome["memory_bytes"] == 28 * 131072

@@ -1,4 +1,4 @@
-"""The simulator against a model that knows no policies, against real stores, and Belady's rule against trying all."""
+"""The simulator against a model without policies and against real stores, and Belady's rule against all schedules."""
 
 import json
 from functools import cache
@@ -28,14 +28,14 @@ SIZES = st.lists(st.sampled_from([1, 2, 4, 8]), min_size=6, max_size=6)
 
 
 def make_trace(requests: list[list[int]], sizes: list[int]) -> Accesses:
-    """Block n has sizes[n] bytes and as many tokens."""
+    """Return a trace in which block n has sizes[n] bytes and as many tokens."""
     blocks = [block for request in requests for block in request]
     starts = np.cumsum([0, *(len(request) for request in requests)])
     return Accesses(np.array(blocks), starts, np.array(sizes), np.array(sizes))
 
 
 class Model:
-    """A tier as a policy's model, a budget and counts."""
+    """A tier as the model of a policy, with a budget and counts."""
 
     def __init__(self, budget: int | None, policy: str, filtered: bool, sizes: list[int]) -> None:
         self.budget, self.filtered, self.sizes = budget, filtered, sizes
@@ -66,7 +66,7 @@ class Model:
 
 
 def model_of(requests, sizes, memory_bytes, disk_bytes, eager, policy, filtered):
-    """Where each access was served from, and each request's seconds."""
+    """Return the tier that served each access, and each request's seconds."""
     memory, disk = (Model(budget, policy, filtered, sizes) for budget in (memory_bytes, disk_bytes))
     if eager:
         for block in range(len(sizes)):
@@ -120,7 +120,7 @@ def test_a_replay_equals_a_model(policy, admission, requests, sizes, memory_byte
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("eager", [True, False])
 def test_a_replay_equals_a_store(policy, admission, eager, tmp_path):
-    """A real store with tensors answers the same requests; the replay serves as many accesses from each tier."""
+    """A real store with tensors answers the same requests, and serves as many accesses from each tier."""
     random, sizes = np.random.default_rng(1), [3, 5, 7, 4, 6, 9]
     unit = make_block(0, num_tokens=1).num_bytes
     requests = [list(dict.fromkeys((random.zipf(1.6, 3) % 6).tolist())) for _ in range(60)]
@@ -139,7 +139,7 @@ def test_a_replay_equals_a_store(policy, admission, eager, tmp_path):
     done = replay(trace, Budgets(14 * unit, None, eager), policy, admission, RATES)
     assert done.hits == stats.hits_by_tier
     assert done.computed == stats.misses
-    assert done.evictions["memory"] <= stats.evictions  # the store's count has its filling
+    assert done.evictions["memory"] <= stats.evictions  # the store counts evictions while it is filled, too
 
 
 @cache
@@ -150,7 +150,9 @@ def _holdings(sizes: tuple[int, ...], budget: int) -> tuple[frozenset[int], ...]
 
 
 def best_hits(blocks: list[int], sizes: tuple[int, ...], budget: int, worth: tuple[int, ...] = (1,) * 5) -> int:
-    """The most that hits are worth in any schedule: after every access, every subset that fits of held and newcomer."""
+    """Return the most worth of hits in any schedule: after every access, each fitting subset of held blocks and
+    newcomer.
+    """
     best = {frozenset(): 0}
     for block in blocks:
         following: dict[frozenset, int] = {}
@@ -222,7 +224,7 @@ def test_a_budget_below_one_block_is_refused(budget):
 
 
 def test_a_sketch_of_the_simulator_has_room_for_every_block():
-    """Else the replay of a large trace would turn away by collisions that a store of that size has not."""
+    """Otherwise collisions would refuse blocks in the replay of a large trace, which a store of that size admits."""
     sketch = CountMinSketch(1 << 16)
     for number in range(1000):
         sketch.add(str(number))

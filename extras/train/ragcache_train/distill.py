@@ -120,7 +120,7 @@ class Distillation:
         return (1 + self.damage_weight * damage / damage.mean().clamp_min(LEAST)) / (1 + self.damage_weight)
 
     def take(self) -> dict[str, float]:
-        """Return KL and hidden error a token since the last call."""
+        """Return the mean KL and hidden error per token since the last call; {} if there were no batches."""
         if not self._sums:
             return {}
         kl, hidden, count = torch.stack(self._sums).sum(0).tolist()
@@ -138,7 +138,8 @@ def _relative_error(states: Sequence[Tensor], aims: Sequence[Tensor]) -> Tensor:
 def train_layers(model: PreTrainedModel, spec: TrainedTokens) -> list[nn.Parameter]:
     """Make all weights trainable except the words' embeddings and the head, which student and teacher share.
 
-    Of the embedding only the added tokens' rows are trained: it is then returned, since it has its own learning rate.
+    Of the embedding only the added tokens' rows are trained. If there are any, the embedding is returned, since it has
+    a separate learning rate.
     """
     model.requires_grad_(True)
     embedding = model.get_input_embeddings().weight
@@ -207,7 +208,7 @@ class Evaluation(TrainerCallback):  # type: ignore[misc]
 
     @torch.no_grad()
     def measure(self, model: nn.Module) -> dict[str, float]:
-        """Return the figures of a line."""
+        """Return the figures of a line of `evaluation.jsonl`."""
         answers, questions, together = [], [], []
         for row in self.rows:
             learned = row._replace(asks=[ask.learned for ask in row.asks])

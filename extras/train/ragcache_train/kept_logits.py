@@ -101,7 +101,7 @@ LEAST = 1e-6
 
 
 def _rest(shares: Tensor) -> Tensor:
-    """Return the logarithm of the probability that these log-probabilities leave."""
+    """Return the logarithm of the probability that these log-probabilities leave for all other ids."""
     return (1 - shares.exp().sum(-1)).clamp_min(LEAST).log().clamp_max(math.log(1 - LEAST))
 
 

@@ -1,7 +1,7 @@
 """LoRA by peft: low-rank matrices beside every linear layer, and the rows of new tokens, trained.
 
-The matrices act on every token, or on passages' tokens alone (`PassageGate`). What comes out is an adapter, or the
-whole model with them in its weights.
+The matrices act on every token, or on passages' tokens alone (`PassageGate`). The result is an adapter, or the whole
+model with the matrices in its weights.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def add_lora(
             ids = torch.tensor(layer.token_indices["default"], device=own.base_layer.weight.device)
             own.get_merged_weights = partial(_rows_in_place, layer, ids)
         elif isinstance(layer, BaseTunerLayer) and mixed:
-            own.cast_input_dtype_enabled = False  # to float32, of which mixed precision makes 16 bits again
+            own.cast_input_dtype_enabled = False  # a cast to float32, which mixed precision casts to 16 bits again
     if on_passages:
         PassageGate().add_to(adapted)
     return adapted
@@ -180,7 +180,7 @@ def merge_lora(model: Any) -> Any:
 
 @contextmanager
 def known_warnings_ignored() -> Iterator[None]:
-    """Ignore peft's warning, at every checkpoint, that it saves a grown vocabulary's embeddings, as it should."""
+    """Ignore a warning of peft's at every checkpoint: it saves a grown vocabulary's embeddings, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Setting `save_embedding_layers`")
         yield

@@ -47,7 +47,7 @@ from ragcache.models.attention_kernels import Scoring, additive, attend
 from ragcache_train.train_batches import DROPPED, OPEN, SHARED
 
 BLOCK = 128
-"""Tokens of a block of FlexAttention's; a GPU's sequences are so many, or a multiple."""
+"""Tokens of a block of FlexAttention's. The length of a sequence on a GPU is a multiple of it."""
 
 
 def sees(
@@ -129,7 +129,8 @@ class Visibility:
         """Return the mask as FlexAttention takes it; blocks that no query sees are never computed.
 
         These blocks follow from the least and greatest numbers in a block, not from all pairs of tokens, of which a
-        batch of 16,384 has 268 million. Some unseen blocks are kept: the rule holds within each that is not `full`.
+        batch of 16,384 has 268 million. Some unseen blocks are kept, which changes nothing: in each block that is not
+        `full`, FlexAttention applies the rule to each pair.
         """
         if window not in self._blocks:
             some, full = self._block_pairs(window)
@@ -170,7 +171,7 @@ class Visibility:
         return self.blocks(window) if self.segments.is_cuda else self.dense(window, dtype)
 
     def rule(self, window: int | None) -> Any:
-        """FlexAttention's mask_mod: (batch, head, query index, key index) -> bool."""
+        """Return the rule as FlexAttention's mask_mod: (batch, head, query index, key index) -> bool."""
         segments, positions, rows, placed = self.segments, self.positions, self.rows, self.placed
 
         def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

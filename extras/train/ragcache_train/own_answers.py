@@ -31,10 +31,10 @@ from ragcache_train.train_rows import Asked, BadLine, DataRow
 FILE = "own_answers.jsonl"
 INSTRUCTION = "Write one question that the text above answers. Reply with the question alone."
 QUESTIONS = 4
-"""Made for a row, each from another passage; a row of fewer passages gets fewer."""
+"""Questions made for a row, each from another passage; fewer if the row has fewer passages."""
 QUESTION_TOKENS, ANSWER_TOKENS = 48, 64
 AT_ONCE = 8
-"""Rows at a time: their decoding steps share forward passes."""
+"""Rows that are answered at a time: their decoding steps share forward passes."""
 WAIT_S = 1.0
 
 
@@ -65,7 +65,7 @@ class OwnAnswers:
         return [self._filled(row, known[self._key(row)]) if _lacks(row) else row for row in rows]
 
     def _make(self, missing: dict[str, DataRow]) -> Iterator[tuple[str, list[Asked]]]:
-        """Make and write down, row by row."""
+        """Make the missing entries; write each to the file, and yield it with its row's key."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file, ThreadPoolExecutor(AT_ONCE) as pool:
             for key, asked in zip(missing, pool.map(self._ask_about, missing.values()), strict=True):

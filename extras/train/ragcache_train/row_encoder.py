@@ -27,7 +27,7 @@ class EncodingOptions:
     """How rows become ids.
 
     system:          text before everything if a row has no system text; None: the template's own
-    question_format: as of `prompt_format`
+    question_format: see `prompt_format`
     segment_tokens:  of the pieces that a text to be summarised is cut into (100 in the paper)
     max_tokens:      longest sequence; link tokens and markers are not counted
     blocks:          chunks at most that a "text" is cut into, of about `segment_tokens` each; 0: it is not cut
@@ -41,7 +41,7 @@ class EncodingOptions:
 
 
 class RowEncoder:
-    """Encodes rows. Raises ConfigError when the tokenizer has no end of text."""
+    """Encodes rows. Raises ConfigError if the tokenizer has no end of text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: EncodingOptions) -> None:
         self.tokenizer = tokenizer
@@ -107,7 +107,7 @@ class RowEncoder:
         return EncodedRow(row.kind, row.where, form.prefix_ids, segments, [ask], True, False)
 
     def _chat(self, row: DataRow) -> EncodedRow:
-        """Earlier turns are the reused segments, the oldest left out where they do not fit."""
+        """Return a conversation with its earlier turns as chunks; the oldest are left out if they do not fit."""
         system = self.options.system if row.system is None else row.system
         *earlier, question, answer = row.messages
         rendered = render_turns(self.tokenizer, system, earlier, question.content)
@@ -164,8 +164,12 @@ QUESTION_MARK, ANSWER_MARK = "\ue000ragcache-question\ue000", "\ue000ragcache-an
 
 
 class AnswerForm(NamedTuple):
-    """before: text between the prompt's end and the answer; end_id: the token that ends the answer;
-    adds_space: the tokenizer itself puts a space before a text."""
+    """How an answer follows its prompt.
+
+    before:     text between the prompt's end and the answer
+    end_id:     the token that ends the answer
+    adds_space: whether the tokenizer itself puts a space before a text
+    """
 
     before: str
     end_id: int
@@ -206,7 +210,7 @@ def _around_answer(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     start = _render(tokenizer, [question], start_answer=True)
     whole = _render(tokenizer, [question, {"role": "assistant", "content": ANSWER_MARK}])
     if start is None or whole is None or not whole.startswith(start) or ANSWER_MARK not in whole:
-        return fallback  # templates that write more into a finished turn, such as an empty thought
+        return fallback  # the template writes more into a finished turn, such as an empty thought
     before, after = whole[len(start) :].split(ANSWER_MARK, 1)
     return before, after.lstrip()
 
@@ -260,6 +264,6 @@ def _render(
 ) -> str | None:
     try:
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=start_answer)
-    except Exception:  # a template that refuses such a conversation: the caller has another way
+    except Exception:  # of any class: the template refuses such a conversation
         return None
     return text

@@ -91,16 +91,17 @@ def _damage(path: Path) -> str | None:
 Show = Callable[[dict[str, Any]], None]
 LOG = "training_log.jsonl"
 FIELDS = ("loss", "kl", "hidden", "learning_rate", "grad_norm", "tokens", "tokens_per_s")
-"""Of a line of the log, beside step, steps and seconds. tokens: that a student ran since the run began."""
+"""Fields of a line of the log beside step, steps and seconds. tokens: that the student ran since the run began."""
 
 
 class ProgressLog(TrainerCallback):  # type: ignore[misc]
-    """Writes `training_log.jsonl`: step, steps, FIELDS, seconds. `last_loss` is the last line's. Ends the run when its
-    time is over.
+    """Writes `training_log.jsonl` (step, steps, FIELDS, seconds), and ends the run when its time is over.
 
-    limit_s: None for none
+    show:      called with each line
+    limit_s:   seconds that the run may take; None: no limit
+    last_loss: the last line's loss
 
-    A run that is resumed goes on in the same file, from the step it resumes at and its seconds.
+    A resumed run continues the same file, with the step that it resumes at and the seconds until then.
     """
 
     def __init__(self, out: Path, show: Show | None = None, limit_s: float | None = None) -> None:
@@ -126,7 +127,7 @@ class ProgressLog(TrainerCallback):  # type: ignore[misc]
         if self.limit_s is None:
             return
         self.elapsed_s = time.monotonic() - self._started
-        if args.world_size > 1:  # the first process's: all end at the same step, at the same learning rate
+        if args.world_size > 1:  # all take the first process's time, and end at the same step and learning rate
             own = torch.tensor([self.elapsed_s], dtype=torch.float64, device=args.device)
             self.elapsed_s = float(broadcast(own))
         if self.elapsed_s >= self.limit_s:

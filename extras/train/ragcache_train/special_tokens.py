@@ -32,7 +32,7 @@ RESERVED = re.compile(
     r"|\[unused\d+\]|\[control_\d+\]"
 )
 NOISE = 1.0
-"""Spread of new rows about the mean of all rows, in standard deviations: each new token looks like another word."""
+"""Spread of new rows about the mean of all rows, in standard deviations: a new token looks like any other word."""
 
 
 def choose_spec(
@@ -71,7 +71,7 @@ def _link_spec(tokenizer: PreTrainedTokenizerBase, link_tokens: int, link_slots:
 
 
 def _is_llama3(tokenizer: PreTrainedTokenizerBase) -> bool:
-    if len(tokenizer) < LLAMA3_VOCABULARY:  # more: it has grown by what found no reserved ids
+    if len(tokenizer) < LLAMA3_VOCABULARY:  # it may be larger, by tokens that found no reserved ids
         return False
     spec = TrainedTokens.llama3(1)
     tokens = tokenizer.convert_ids_to_tokens(sorted(spec.added_ids))
@@ -125,9 +125,9 @@ def _in_a_row(ids: list[int]) -> bool:
 
 
 def prepare_model(model: PreTrainedModel, spec: TrainedTokens, seed: int) -> None:
-    """Make room for the ids, give their rows a start, and write the section into the configuration.
+    """Grow the embedding by the ids that it lacks, draw their rows, and write the section into the configuration.
 
-    Tied heads stay tied. An id that stood for the same in an earlier training keeps its row.
+    Tied heads stay tied. An id that had the same role in an earlier training keeps its row.
     """
     before, roles = TrainedTokens.of(model.config), spec.roles
     earlier = {} if before is None else before.roles
@@ -143,7 +143,7 @@ def prepare_model(model: PreTrainedModel, spec: TrainedTokens, seed: int) -> Non
 
 @torch.no_grad()
 def take_rows(model: PreTrainedModel, spec: TrainedTokens, earlier: Adapter) -> None:
-    """Let tokens start as those that stood for the same in an earlier adapter, whatever their ids were there."""
+    """Copy the rows of an earlier adapter to the tokens with the same roles, whatever their ids were there."""
     embeddings: Tensor = model.get_input_embeddings().weight
     rows = earlier.rows()
     held = {role: rows[id] for id, role in earlier.spec.roles.items()}
@@ -154,7 +154,7 @@ def take_rows(model: PreTrainedModel, spec: TrainedTokens, earlier: Adapter) -> 
 
 @torch.no_grad()
 def _start_rows(model: PreTrainedModel, ids: list[int], seed: int) -> None:
-    """Draw embeddings about the mean of all others. Rows of an untied head are set to its mean: no id is likely."""
+    """Draw embeddings about the mean of all others. Rows of an untied head become its mean, so that no id is likely."""
     embeddings: Tensor = model.get_input_embeddings().weight
     others = torch.ones(embeddings.shape[0], dtype=torch.bool, device=embeddings.device)
     others[ids] = False

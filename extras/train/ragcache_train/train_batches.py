@@ -32,15 +32,17 @@ from ragcache.prompt import Passages, Text
 
 IGNORED = -100
 OPEN = 0
-"""Number of a token that every passage's tokens may be allowed to see, such as a prefix's."""
+"""Segment of the context's tokens that see all tokens before them: prefix, link tokens, KV-START and KV-END."""
 SHARED = 1 << 16
-"""Number of a prefix that is read before every passage (recipes `prefix` and `primer`): above those of passages."""
+"""Segment of a prefix that passages are read after (recipes `prefix` and `primer`): above the segments of passages."""
 DROPPED = SHARED + 1
-"""Number of a primer: passages see the primer and the prefix; tokens outside the passages do not see the primer."""
+"""Segment of a primer: passages see the primer and the prefix, tokens outside the passages do not see the primer."""
 
 
 class Ask(NamedTuple):
-    """suffix: ids of the question and the template's tail; answer: ids to be learned, the end of text included."""
+    """A question with its answer. suffix: ids of the question and the template's tail; answer: ids to be learned, the
+    end of text included
+    """
 
     suffix: Sequence[int]
     answer: Sequence[int]
@@ -135,7 +137,7 @@ def _add_head(sample: Sample, pieces: list[Segment], primer: Sequence[int]) -> i
 
 
 def _context(row: EncodedRow, spec: TrainedTokens | None, order: Sequence[int] | None) -> Layout:
-    """Layout of everything before the questions, as for serving."""
+    """Return the layout of everything before the questions, as the engine makes it for an answer."""
     chunks = tuple(tuple(row.chunks[rank]) for rank in (range(len(row.chunks)) if order is None else order))
     parts = (Text(tuple(row.prefix)), Passages(chunks))
     if spec is None:
@@ -151,7 +153,7 @@ def _context(row: EncodedRow, spec: TrainedTokens | None, order: Sequence[int] |
 
 
 def layout_tokens(row: EncodedRow, spec: TrainedTokens, apart: bool) -> int:
-    """Length of the row's sequence."""
+    """Return the length of the row's sequence, in tokens."""
     asked = sum(len(ask.suffix) + len(ask.answer) - 1 for ask in row.asks)
     return context_tokens(row, spec, apart) + asked
 
@@ -166,13 +168,13 @@ def context_tokens(row: EncodedRow, spec: TrainedTokens, apart: bool) -> int:
 
 
 SHORTEST = 0.25
-"""Share of a passage that is left at least where `vary` cuts it."""
+"""Least share of a passage that `vary` leaves when it cuts the passage."""
 
 
 def vary(row: EncodedRow, seed: int, most: int | None) -> EncodedRow:
-    """Draw the number (from two on), order and length of the row's passages, and the order of its questions.
+    """Draw the number (at least two), order and length of the row's passages, and the order of its questions.
 
-    Every other passage is cut and keeps its last token, a line's end.
+    About every other passage is cut; it keeps its last token, a line's end.
 
     Args:
         row: is returned as it is if its passages may not change places.
@@ -190,7 +192,7 @@ def vary(row: EncodedRow, seed: int, most: int | None) -> EncodedRow:
     return row._replace(chunks=chunks, asks=rng.sample(list(row.asks), len(row.asks)))
 
 
-POOL_BATCHES = 50  # batches' worth of shuffled rows, which are packed together
+POOL_BATCHES = 50  # shuffled rows are packed together for about this many batches
 
 
 class Draw(NamedTuple):
@@ -301,7 +303,7 @@ class BatchPlan:
         return self._lengths[draw.row][draw.apart]
 
     def _pack(self, draws: Sequence[Draw], lengths: Mapping[Draw, int]) -> list[list[Draw]]:
-        """First fit, the longest first: batches are full but for the last ones."""
+        """Return batches of the draws, by first fit and the longest first: all but the last are nearly full."""
         batches: list[list[Draw]] = []
         room: list[int] = []  # of the batches, in tokens
         for draw in sorted(draws, key=lengths.__getitem__, reverse=True):

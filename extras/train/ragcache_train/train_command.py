@@ -1,4 +1,4 @@
-"""train: make a model that reads passages apart as well as together."""
+"""`ragcache train`: train a model to read passages apart as well as together."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ class TrainOptions:
 
     @property
     def beta2(self) -> float:
-        """Decay of Adam's mean of squared gradients."""
+        """Return the decay of Adam's mean of squared gradients."""
         return DISTILL_BETA2 if self.distills else 0.999
 
     def to_json(self) -> dict[str, Any]:

@@ -41,7 +41,7 @@ NAMED = 5  # bad lines that an error message names
 
 
 class Asked(NamedTuple):
-    """answer: "" where the model is to make it"""
+    """A question and its answer; the answer is "" if the model is to write it."""
 
     question: str
     answer: str
@@ -76,7 +76,7 @@ class DataRow:
 
 
 class BadLine(NamedTuple):
-    """where: file and line; reason: why it cannot be used."""
+    """A line that cannot be used. where: file and line; reason: why not"""
 
     where: str
     reason: str
@@ -254,11 +254,12 @@ _PARSERS: dict[Any, Callable[[dict[str, Any], str], DataRow]] = {
 
 
 def store_rows(path: str | Path, *, rows: int, passages: int, seed: int, database: str | None = None) -> list[DataRow]:
-    """Return `rows` rows of `passages` adjacent passages of the store, in their order; each row begins elsewhere.
+    """Return `rows` rows of `passages` adjacent passages of the store, in their order, each from another first passage.
 
     database: SQLAlchemy URL of a store whose documents are elsewhere
 
-    There are fewer if the store has fewer. Raises ConfigError for an empty store, StoreNotFoundError.
+    There are fewer rows, or passages in a row, if the store is small. Raises ConfigError for an empty store,
+    StoreNotFoundError.
     """
     with Store.open(path, store=StoreConfig(database=database, read_only=True)) as library:
         texts = [chunk.text for document in library.documents() for chunk in library.chunks_of(document.id)]

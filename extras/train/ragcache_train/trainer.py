@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import accelerate  # type: ignore[import-untyped]  # noqa: F401 - the Trainer misses it only when all is loaded
+import accelerate  # type: ignore[import-untyped]  # noqa: F401 - if it is missing, fail before a model is loaded
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -47,16 +47,19 @@ from ragcache_train.train_rows import BadLine, DataRow, read_rows, store_rows
 logger = logging.getLogger(__name__)
 
 LOADERS = 2
-"""Processes that lay rows out while a GPU works on those before."""
+"""Processes that lay out the next rows while a GPU runs the current ones."""
 
 
 @dataclass(frozen=True)
 class TrainReport:
-    """
+    """The result of a training run.
+
     out:      directory of the trained model
-    steps:    of the optimizer; tokens: that ran, what fills batches up included; rows: usable
+    steps:    number of the optimizer's steps
+    rows:     number of usable rows
+    tokens:   number of tokens that ran, padding and the teacher's tokens included
     bad:      lines that were left out
-    loss:     mean over the last logged steps; None where nothing was logged
+    loss:     mean over the last logged steps; None if nothing was logged
     """
 
     out: Path
@@ -72,7 +75,7 @@ class TrainReport:
 
 
 class ReuseTrainer(Trainer):  # type: ignore[misc]
-    """Trainer with our batches and the way's loss."""
+    """transformers' Trainer with the batches of a `BatchPlan` and the loss of a `Way`."""
 
     loss_is_scaled_for_ga = True
 
@@ -89,7 +92,7 @@ class ReuseTrainer(Trainer):  # type: ignore[misc]
         super().__init__(*args, model=way.model, train_dataset=way.rows, callbacks=[log], **kwargs)
         self._way, self._plan, self._multiple, self._options, self._log = way, plan, multiple, options, log
         self.tokens_seen = self._logged_tokens = 0
-        self._logged: float | None = None  # when the last line was
+        self._logged: float | None = None  # time of the last line
         self._compiles = options.compiles(str(self.args.device))
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -103,7 +106,7 @@ class ReuseTrainer(Trainer):  # type: ignore[misc]
         return self.accelerator.prepare(loader)  # type: ignore[no-any-return]
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
-        """Create the schedule: a run with a time limit lowers its rate by the time, if that ends before the steps."""
+        """Create the schedule. A run with a time limit lowers its rate by time, if the time ends before the steps."""
         if self._log.limit_s is None:
             return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[no-any-return]
 
@@ -114,7 +117,7 @@ class ReuseTrainer(Trainer):  # type: ignore[misc]
         return self.lr_scheduler
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
-        """Give the parameters in `Way.apart` a learning rate of their own."""
+        """Create the optimizer, with a separate learning rate for the parameters in `Way.apart`."""
         made: Optimizer | None = self.optimizer
         if made is not None:
             return made
@@ -138,7 +141,7 @@ class ReuseTrainer(Trainer):  # type: ignore[misc]
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Not counted: that goes over all parameters at every step."""
+        """Return 0: to count operations would take a loop over all parameters at every step."""
         return 0
 
     def compute_loss(
@@ -185,7 +188,7 @@ def train(options: TrainOptions, show: Show | None = None) -> TrainReport:
     trainer = _trainer(options, way, encoded, spec, log, device)
     if isinstance(way.loss, Distillation) and held_out:
         trainer.add_callback(Evaluation(way.loss, spec, held_out, options.evaluate_every, out))
-    trainer.accelerator.wait_for_everyone()  # all have looked whether `out` is free
+    trainer.accelerator.wait_for_everyone()  # all processes have checked that `out` is free
     if trainer.is_world_process_zero():
         write_options(options, out)
     with known_warnings_ignored():
@@ -327,7 +330,7 @@ def _arguments(options: TrainOptions, out: Path, device: str, steps: int) -> Tra
         dataloader_pin_memory=on_gpu,
         dataloader_num_workers=LOADERS if on_gpu else 0,
         accelerator_config={"non_blocking": on_gpu},
-        logging_nan_inf_filter=False,  # it looks at every step's loss, which waits for the device
+        logging_nan_inf_filter=False,  # the filter reads every step's loss, which waits for the device
         ddp_find_unused_parameters=False,
         report_to="none",
         disable_tqdm=True,
@@ -382,7 +385,7 @@ def choose_way(
     _prepare(lm, options)
     model: nn.Module = lm.model
     if options.lora_rank:
-        set_seed(options.seed)  # of the matrices that start random
+        set_seed(options.seed)  # half of LoRA's matrices start random
         mixed = options.runs_bfloat16(str(lm.device))
         scale = options.lora_rank, options.lora_alpha
         model = add_lora(lm.model, spec, *scale, earlier, mixed, options.lora_on_passages)
@@ -445,7 +448,7 @@ def _distillation(
 
 
 def _prepare(lm: LanguageModel, options: TrainOptions) -> None:
-    """Let the model's attention follow the masks of training."""
+    """Make the model's attention follow the masks of training."""
     register()
     lm.model.set_attn_implementation(NAME)
     if options.checkpointing:
@@ -484,7 +487,8 @@ def _save(lm: LanguageModel, model: Any, dtype: torch.dtype, out: Path) -> None:
 
 
 BOUND = 0.05
-"""How far loss and gradients' norm of a first batch may be, relative: bfloat16 is rounded at other places."""
+"""Largest relative difference that compiling may make to a first batch's loss and gradients' norm: bfloat16 is rounded
+at other places."""
 
 
 def compile_layers(
@@ -508,7 +512,7 @@ def compile_layers(
         if all(math.isclose(*pair, rel_tol=BOUND) for pair in zip(plain, compiled, strict=True)):
             return True
         reason = "loss {:.4g} and gradients {:.4g} become {:.4g} and {:.4g}".format(*plain, *compiled)
-    except RuntimeError as error:  # torch.compile raises it, whatever the compiler lacks
+    except RuntimeError as error:  # torch.compile raises it for everything that the compiler lacks
         reason = " ".join(str(error).split())[:200]
     for layer in layers:
         del layer.forward

@@ -1,4 +1,4 @@
-"""The checkpoint that training begins from."""
+"""The checkpoint that training starts from."""
 
 import pytest
 from tiny_model import save_tiny_llama

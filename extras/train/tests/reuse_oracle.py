@@ -1,6 +1,6 @@
-"""What KVLink's and TurboRAG's papers say a training sequence looks like and who sees whom in it, token by token.
+"""Training sequences and attention as KVLink's and TurboRAG's papers describe them, token by token.
 
-Written from the papers' text: every token says what it is, and `may_see` is a chain of sentences. Nothing of
+Written from the papers' text: every token states its part, and `may_see` is a chain of sentences. Nothing of
 `ragcache_train` is used.
 """
 
@@ -12,7 +12,11 @@ from torch import Tensor
 
 
 class Tok(NamedTuple):
-    """part: "prefix", "start", "chunk", "link", "end" or "question"; number: of the chunk or question, from 0"""
+    """A token.
+
+    part:   "prefix", "start", "chunk", "link", "end" or "question"
+    number: of the chunk or question, from 0
+    """
 
     id: int
     part: str
@@ -28,7 +32,7 @@ def linked(
     start: int | None = None,
     end: int | None = None,
 ) -> list[Tok]:
-    """KVLink, figure 4: system, KV-START, each document and its link tokens, KV-END, the user's question."""
+    """Return KVLink's sequence (figure 4): system, KV-START, documents with link tokens, KV-END, the question."""
     found: list[tuple[int, str, int]] = [(i, "prefix", 0) for i in prefix]
     found += [] if start is None else [(start, "start", 0)]
     for number, chunk in enumerate(chunks):
@@ -46,7 +50,7 @@ def marked(
     markers: tuple[int, int],
     composite: bool,
 ) -> list[Tok]:
-    """TurboRAG: each document between its markers; composite positions start again at each document."""
+    """Return TurboRAG's sequence: each document between markers; composite positions start again at each document."""
     tokens = [Tok(i, "prefix", 0, position) for position, i in enumerate(prefix)]
     behind = [len(prefix)]
     for number, chunk in enumerate(chunks):
@@ -58,7 +62,7 @@ def marked(
 
 
 def together(prefix: Sequence[int], chunks: Sequence[Sequence[int]], questions: Sequence[Sequence[int]]) -> list[Tok]:
-    """Standard encoding: one text. Chunk tokens count as prefix: they see all that stands before them."""
+    """Return the standard encoding, a single text: chunk tokens count as prefix, so they see all tokens before them."""
     ids = [*prefix, *(i for chunk in chunks for i in chunk)]
     tokens = [Tok(i, "prefix", 0, position) for position, i in enumerate(ids)]
     return tokens + _questions(questions, len(ids))
@@ -75,13 +79,13 @@ def _questions(questions: Sequence[Sequence[int]], first: int) -> list[Tok]:
 def may_see(
     tokens: Sequence[Tok], query: int, key: int, window: int | None = None, behind_prefix: bool = False
 ) -> bool:
-    """Whether the token at place `query` attends to the token at place `key`.
+    """Return whether the token at place `query` attends to the token at place `key`.
 
-    behind_prefix: documents were encoded behind the prefix (and KV-START), which they see
+    behind_prefix: whether documents were encoded after the prefix (and KV-START), which they then see
     """
     reader, read = tokens[query], tokens[key]
     if key > query:
-        return False  # nothing sees what comes later
+        return False  # no token sees later tokens
     if window is not None and reader.position - read.position >= window:
         return False
     if behind_prefix and reader.part == "chunk" and read.part in ("prefix", "start"):
@@ -94,6 +98,6 @@ def may_see(
 
 
 def allowed(tokens: Sequence[Tok], window: int | None = None, behind_prefix: bool = False) -> Tensor:
-    """bool [n, n], pair by pair."""
+    """Return `may_see` for every pair of tokens, bool [n, n]."""
     places = range(len(tokens))
     return torch.tensor([[may_see(tokens, query, key, window, behind_prefix) for key in places] for query in places])

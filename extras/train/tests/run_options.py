@@ -1,4 +1,4 @@
-"""Short runs: their data and options, what they write, and the same run stopped and resumed."""
+"""Short training runs: data and options, the files that they write, and a run that is stopped and resumed."""
 
 import json
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ INSTRUCTION_LINE = {"type": "instruction", "instruction": "Say yes.", "output": 
 
 
 def run_options(base: Path, folder: Path, lines: Iterable[object], **more: Any) -> TrainOptions:
-    """Options of a run over these lines, on the CPU, by few link tokens."""
+    """Return the options of a run over these lines, on the CPU and with few link tokens."""
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     common = {"link_tokens": 2, "link_slots": 4, "batch_tokens": 400, "log_every": 1, "device": "cpu"}
@@ -58,14 +58,14 @@ def resumed(options: TrainOptions, out: Path, step: int) -> tuple[TrainReport, l
 
 
 def engine_prompt(tokenizer: Any) -> rc.Prompt:
-    """The first line's first question, as the engine reads it."""
+    """Return the first line's first question as the engine reads it."""
     form = prompt_format(tokenizer)
     chunks = [encode_text(tokenizer, passage_text(text)) for text in PASSAGES]
     return rc.Prompt(form.prefix_ids, chunks, form.suffix_ids(tokenizer, QUESTION))
 
 
 def training_row(tokenizer: Any) -> EncodedRow:
-    """The same as a row of training, with a single label: the first answer token."""
+    """Return the same prompt as a training row with a single label: the first answer token."""
     prompt = engine_prompt(tokenizer)
     ask = Ask(list(prompt.suffix_ids), [1])
     return EncodedRow("qa", "", prompt.prefix_ids, list(prompt.chunk_ids), [ask], None, True)

@@ -1,4 +1,4 @@
-"""Distillation: what the loss is, against plain transformers; whole runs; what is refused."""
+"""Distillation: the loss against plain transformers, whole runs, and refused options."""
 
 import json
 from dataclasses import replace
@@ -47,10 +47,10 @@ def pair_of(row, spec):
 
 
 def written_out(recipe, spec, whole):
-    """The student's sequence, token by token, with a copy of prefix and primer in front of every passage.
+    """Return the student's sequence token by token, with a copy of prefix and primer before every passage.
 
-    Each token is (id, position, passage or None, whether it is such a copy). Positions are all moved on by as much as
-    the copies before the first passage would otherwise stand below 0.
+    Each token is (id, position, passage or None, whether it is such a copy). All positions are moved by as much as the
+    copies before the first passage would otherwise be below 0.
     """
     start = [60] if spec.link_tokens else []
     head = [*PREFIX, *start]
@@ -70,7 +70,9 @@ def written_out(recipe, spec, whole):
 
 
 def oracle_states(model, tokens, count):
-    """Logits and hidden states of the last tokens but one, by plain transformers under an explicit mask."""
+    """Return logits and hidden states of the last `count` tokens without the very last, by plain transformers under an
+    explicit mask.
+    """
     passages = [passage for _, _, passage, _ in tokens]
     allowed = torch.tensor(
         [
@@ -128,7 +130,9 @@ def test_loss_and_gradient_equal_plain_transformers(family, recipe, spec, tmp_pa
 
 
 def losses_of_tokens(distill, lm, batch):
-    """The KL of every labelled token by plain means, and the same under the untrained weights."""
+    """Return the KL of every labelled token by plain means, now and under the untrained weights, and the
+    log-probabilities of the teacher and of the student.
+    """
     truth = answer_logits(distill.teacher, distill.teacher, batch["teacher"]).double().log_softmax(-1)
     found = [
         answer_logits(model, model, batch, lm.rope).double().log_softmax(-1) for model in (lm.model, distill.teacher)
@@ -138,7 +142,7 @@ def losses_of_tokens(distill, lm, batch):
 
 @pytest.fixture
 def shaken(tmp_path):
-    """A student whose weights differ from its teacher's, and a batch of two rows."""
+    """Return a student whose weights differ from its teacher's, and a batch of two rows."""
     directory = save_tiny("llama", str(tmp_path))
     student, teacher = loaded(directory), loaded(directory)
     with torch.no_grad():

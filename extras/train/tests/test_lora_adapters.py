@@ -1,4 +1,4 @@
-"""LoRA's adapters: peft reads over a resized base what `ragcache train` wrote, and `load_lm` serves it merged."""
+"""LoRA's adapters: peft reads them over a resized base, and `load_lm` serves them merged."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ def save_base(directory, tied):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """Its head shares the embedding's weights."""
+    """Return the directory of a model whose head shares the embedding's weights."""
     return save_base(tmp_path_factory.mktemp("base"), tied=True)
 
 
@@ -52,7 +52,7 @@ def options_of(base, folder):
 
 @pytest.fixture(scope="module")
 def trained(base, tmp_path_factory):
-    """An adapter of four steps."""
+    """Return the directory of an adapter after four steps of training."""
     return train(replace(options_of(base, tmp_path_factory.mktemp("trained")), steps=4)).out
 
 
@@ -67,7 +67,7 @@ def adapter(trained, tmp_path):
 
 
 def by_peft(base, adapter, tokens):
-    """Logits of the last token by peft beside the base's weights, under the papers' mask."""
+    """Return the last token's logits by peft with the base's weights, under the papers' mask."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
     vocab_size = max([258, *(token.id + 1 for token in tokens), *ids_in(adapter)])
     model.resize_token_embeddings(vocab_size, mean_resizing=False)
@@ -87,7 +87,7 @@ def ids_in(adapter):
 
 
 def laid_out(method, prompt):
-    """The prompt as each way of reuse reads it, by hand."""
+    """Return the prompt as each way of reuse reads it, laid out by hand."""
     parts = prompt.prefix_ids, prompt.chunk_ids, [prompt.suffix_ids]
     if method == "link":
         return oracle.linked(*parts, [[258 + 2 * n, 259 + 2 * n] for n in range(3)], 266, 267)
@@ -119,7 +119,7 @@ def test_peft_reads_what_was_trained_and_the_engine_serves_the_same(options, tmp
 
 
 def test_the_matrices_are_added_by_hand_as_well(base, trained):
-    """weight + alpha / rank * B A, in float64; the rows take the places of the added ids."""
+    """Weights are weight + alpha / rank * B A, in float64; the trained rows replace those of the added ids."""
     held, start = load_file(trained / "adapter_model.safetensors"), load_file(base / "model.safetensors")
     model = rc.load_lm(trained, packed=False).model
     for name, weight in start.items():
@@ -211,7 +211,7 @@ def held_by(out):
 
 
 def go_on(options, first, **changes):
-    """What training starts from: a step of a rate that changes nothing."""
+    """Train by a step whose rate changes nothing, and return the directory, which has the initial weights."""
     again = replace(options, model=first, out=options.out.with_name("again"), steps=1, learning_rate=1e-12, **changes)
     return train(again).out
 
@@ -267,7 +267,7 @@ def test_another_rank_or_base_or_way_is_refused_by_name(options, base, trained, 
 
 @pytest.mark.slow
 def test_a_run_of_so_many_minutes_ends_with_an_adapter_and_a_rate_that_has_fallen(options, tmp_path, monkeypatch):
-    """The clock moves by 10 s at each step."""
+    """The clock advances by 10 s at each step."""
     options = replace(options, steps=1000, minutes=2)
     now, begun = [0.0], []
     monkeypatch.setattr("ragcache_train.run_files.time", SimpleNamespace(monotonic=lambda: now[0]))  # no other clock

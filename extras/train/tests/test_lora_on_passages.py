@@ -1,4 +1,4 @@
-"""LoRA that acts on passages alone: blocks are peft's, and all else is the base model's own."""
+"""LoRA that acts on passages alone: blocks equal peft's, and everything else equals the base model's."""
 
 import json
 import shutil
@@ -157,7 +157,7 @@ def test_damaged_matrices_are_named(trained, tmp_path):
 
 
 def test_a_smaller_adapter_reads_nearly_as_the_whole_one(trained, tmp_path):
-    """Three ranks of three: nothing but float8's rounding is lost, 3 bits of each number."""
+    """All three ranks are kept, so the only loss is that of rounding to float8, whose fraction has 3 bits."""
     assert shrink(trained, tmp_path / "small", 3) == pytest.approx(1)
     whole, small = rc.load_lm(trained), rc.load_lm(tmp_path / "small")
     chunk = engine_prompt(whole.tokenizer).chunk_ids[0]

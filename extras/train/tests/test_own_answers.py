@@ -1,4 +1,4 @@
-"""Rows without labels: questions and answers that the model makes, once, and rows drawn from a store."""
+"""Rows without labels: questions and answers that the model makes once, and rows drawn from a store."""
 
 import json
 from dataclasses import replace
@@ -26,7 +26,7 @@ TOKENS = 12
 
 @pytest.fixture(autouse=True)
 def _short_texts(monkeypatch):
-    """A random model goes on for as long as it may."""
+    """Make questions and answers short: a random model writes until its limit."""
     for name in ("QUESTION_TOKENS", "ANSWER_TOKENS"):
         monkeypatch.setattr(f"ragcache_train.own_answers.{name}", TOKENS)
 

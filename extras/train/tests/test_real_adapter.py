@@ -1,4 +1,4 @@
-"""Link tokens and LoRA of a real model: an adapter of tensors that peft named, judged beside plain peft."""
+"""Link tokens and LoRA of a real model, in an adapter with peft's tensor names, against plain peft."""
 
 import gzip
 import json
@@ -28,7 +28,7 @@ QUESTIONS, PASSAGES, ANSWER_TOKENS = 8, 6, 12
 
 
 def adapter_of(tensors: Path, base: Path, out: Path) -> Path:
-    """A directory around tensors that peft named: K = 5, rank 16, alpha 32, no copy of anything."""
+    """Return a directory around tensors with peft's names, without copying them: K = 5, rank 16, alpha 32."""
     tokenizer, config = AutoTokenizer.from_pretrained(base), json.loads((base / "config.json").read_text())
     spec = choose_spec(tokenizer, "link", 5, 16, "reordered")
     assert spec is not None

@@ -1,4 +1,4 @@
-"""Every row once an epoch, in batches that fit, by the seed alone."""
+"""Every row occurs once an epoch, in batches that fit, by the seed alone."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Lines of training data: what they hold, which are refused, and by what name."""
+"""Lines of training data: their content, and how bad lines are refused by name."""
 
 import gzip
 import json
@@ -139,7 +139,7 @@ def test_a_packed_file_that_is_cut_short_or_none_is_named(tmp_path, kind):
 
 
 def test_a_packed_file_is_not_held_whole(tmp_path, monkeypatch):
-    """A line of 32 MiB is named, and the next one is read."""
+    """A line of 32 MiB is named, and the next line is read."""
     monkeypatch.setattr("ragcache_train.train_rows.MAX_LINE_BYTES", 1 << 20)
     path = tmp_path / "rows.jsonl.xz"
     with lzma.open(path, "wb", preset=0) as file:

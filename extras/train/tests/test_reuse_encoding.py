@@ -1,4 +1,4 @@
-"""Rows become the ids that the engine builds for the same passages and questions."""
+"""Rows become the ids that the engine makes of the same passages and questions."""
 
 from pathlib import Path
 

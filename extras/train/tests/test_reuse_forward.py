@@ -1,5 +1,6 @@
-"""The training forward is a plain transformers forward under the papers' mask, in every family, and is what the engine
-computes for the same prompt."""
+"""The training forward pass equals plain transformers under the papers' mask in every family, and the engine on the
+same prompt.
+"""
 
 import pytest
 import reuse_oracle as oracle
@@ -40,7 +41,7 @@ def trainable(directory: str):
 
 
 def training_logits(model, batch):
-    """Logits of every labelled token, in order: [num_labels, vocab_size]."""
+    """Return the logits of every labelled token, in order: [num_labels, vocab_size]."""
     with torch.no_grad():
         return answer_logits(model, model, batch)
 
@@ -56,7 +57,7 @@ def papers_tokens(spec: TrainedTokens, questions: list[list[int]]) -> list[oracl
 
 
 def oracle_training_logits(model, spec: TrainedTokens):
-    """Each question alone behind the context, each answer token by a forward of its own."""
+    """Return the logits of each answer token by a separate forward pass, with each question alone after the context."""
     found = []
     for question, answer in zip(QUESTIONS, ANSWERS, strict=True):
         for given in range(len(answer)):
@@ -147,6 +148,6 @@ def test_recomputed_activations_change_nothing(tmp_path):
 
 
 def test_a_model_that_drops_its_masks_is_refused(tmp_path):
-    """StableLM's layer hands no arguments on to its attention."""
+    """StableLM's layer does not pass further arguments on to its attention."""
     with pytest.raises(rc.UnsupportedModelError, match="StableLmAttention does not get the masks"):
         training_logits(trainable(save_tiny("stablelm", str(tmp_path))), collate([lay_out(ROW, LINK, True)]))

@@ -1,4 +1,4 @@
-"""A row becomes the sequence that the papers draw, and that the engine builds."""
+"""A row becomes the sequence that the papers show, and that the engine builds."""
 
 import pytest
 import reuse_oracle as oracle
@@ -39,7 +39,7 @@ def test_link_tokens_by_slot_between_start_and_end():
 
 
 def drawn(spec, asked):
-    """The papers' tokens."""
+    """Return the papers' tokens."""
     links = [[50, 51], [52, 53], [54, 55]]
     if spec.method == "link":
         return oracle.linked(PREFIX, CHUNKS, asked, links, 90, 91)

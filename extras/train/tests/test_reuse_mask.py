@@ -1,4 +1,4 @@
-"""One rule, three masks: the papers' own words, the dense masks of a CPU, FlexAttention's on a GPU."""
+"""Three masks by the same rule: the papers' words, the dense masks of a CPU, and FlexAttention's on a GPU."""
 
 import random
 from dataclasses import replace
@@ -28,7 +28,7 @@ def random_parts(seed: int) -> tuple[list[int], list[list[int]], list[list[int]]
 
 
 def both(seed: int):
-    """A random row laid out by us, and by the oracle."""
+    """Return a random row, laid out by `ragcache_train` and by the oracle."""
     prefix, chunks, questions = random_parts(seed)
     row = EncodedRow("qa", "", prefix, chunks, [Ask(ids[:1], [*ids[1:], 3]) for ids in questions], None, True)
     kind = seed % 4
@@ -55,7 +55,7 @@ def visibility_of(layouts, multiple: int = 1) -> Visibility:
 
 
 def whole(visibility: Visibility, window: int | None) -> torch.Tensor:
-    """The rows' masks as one: no row sees another."""
+    """Return the rows' masks as a single mask, in which no row sees another."""
     return torch.block_diag(*visibility.masks(window)).bool()
 
 
@@ -64,7 +64,7 @@ def test_the_masks_are_the_papers_for_every_pair(drawn, window):
     masks = visibility_of([layout for layout, _ in drawn], multiple=BLOCK).masks(window)
     for mask, (_, tokens) in zip(masks, drawn, strict=False):
         assert torch.equal(mask, oracle.allowed(tokens, window))
-    assert len(masks) == len(drawn) + 1  # what fills up is a row of its own
+    assert len(masks) == len(drawn) + 1  # the padding is a separate row
     assert all(mask.any(-1).all() for mask in masks)
 
 
@@ -77,7 +77,7 @@ def test_flex_attention_has_the_same_mask(drawn, window):
 
 
 def long_rows(seed: int) -> list[Sample]:
-    """Rows of all kinds whose passages go over several blocks, or share one."""
+    """Return rows of all kinds, with passages that span several blocks or share a block."""
     rng, layouts = random.Random(seed), []
     specs = (LINK, COMPOSITE, TrainedTokens("reposition"))
     behind = (replace(LINK, recipe="prefix"), replace(LINK, recipe="primer"), TrainedTokens("reposition", "primer"))
@@ -107,11 +107,11 @@ def test_blocks_of_keys_that_are_left_out_hold_nothing_to_see_and_full_ones_all(
     assert tiles.all(-1)[full].all()
     assert not tiles.any(-1)[~(computed | full)].any()
     idle = (computed & ~tiles.any(-1)).sum() / computed.sum()
-    assert idle <= (0.5 if window else 0.1)  # few are kept in vain
+    assert idle <= (0.5 if window else 0.1)  # few blocks are kept needlessly
 
 
 def kept(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """FlexAttention's lists of blocks as bool [blocks, blocks]."""
+    """Return FlexAttention's lists of blocks as bool [blocks, blocks]."""
     pairs = torch.zeros(indices.shape[2:], dtype=torch.bool)
     for query, count in enumerate(counts[0, 0].tolist()):
         pairs[query, indices[0, 0, query, :count].long()] = True
@@ -146,7 +146,7 @@ def test_masks_are_made_once_for_each_window(drawn):
 
 
 def test_masks_do_not_look_at_what_the_tensors_hold(drawn):
-    """Nothing can be read from tensors on "meta": making the masks does not wait for a device."""
+    """Tensors on "meta" have no content to read, so making the masks does not wait for a device."""
     batch = collate([layout for layout, _ in drawn] + long_rows(1), multiple=BLOCK)
     tensors = (batch[name].to("meta") for name in ("segments", "position_ids", "rows"))
     segments, positions, rows = tensors

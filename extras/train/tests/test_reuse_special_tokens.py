@@ -1,4 +1,4 @@
-"""Which ids link tokens and markers get, and what their rows start from."""
+"""The ids of link tokens and markers, and the initial values of their rows."""
 
 from dataclasses import replace
 
@@ -86,7 +86,7 @@ def test_llama_3_gets_the_ids_of_the_authors_code():
 
 @pytest.mark.parametrize("make", [byte_tokenizer, lambda: tokenizer_with([f"<unused{n}>" for n in range(9)]), None])
 def test_the_second_stage_finds_the_ids_of_the_first(make):
-    """Rows of the first stage are kept where the section is the same; a Llama 3 vocabulary has grown meanwhile."""
+    """Rows of the first stage are kept if the section is the same, though a Llama 3 vocabulary has grown meanwhile."""
     tokenizer = llama3_tokenizer() if make is None else make()
     first, second = (choose_spec(tokenizer, "link", 2, 3, "reordered") for _ in range(2))
     assert first == second
@@ -159,7 +159,7 @@ def test_a_checkpoint_that_was_trained_before_keeps_its_rows():
 
 
 def test_ids_that_stand_for_the_same_keep_their_rows():
-    """A slot is added and taken away: the link tokens of the other slots stay, and so do those around all passages."""
+    """If a slot is added or removed, the other slots' link tokens keep their rows, and so do KV-START and KV-END."""
     model, many = tiny(True), TrainedTokens("link", "isolated", 2, 3, 199, 205, 206)
     few = replace(many, link_slots=2)
     prepare_model(model, few, 1)

@@ -1,5 +1,6 @@
-"""A whole run: it learns, is saved as a model that the engine knows, and goes on after an interruption as if there had
-been none."""
+"""A whole run: it learns, is saved as a model that the engine knows, and continues after an interruption with the same
+results.
+"""
 
 import json
 from dataclasses import replace
@@ -46,7 +47,7 @@ def options(base, tmp_path):
 
 @pytest.fixture(scope="module")
 def trained(base, tmp_path_factory):
-    """Two steps by link."""
+    """Return the directory of a model after two steps of training with the method `link`."""
     return train(replace(options_of(base, tmp_path_factory.mktemp("trained")), steps=2)).out
 
 
@@ -55,7 +56,7 @@ def weights(out):
 
 
 def as_trained(out, apart: bool = True) -> torch.Tensor:
-    """Logits of the first answer token from the training forward of the same prompt."""
+    """Return the logits of the first answer token by the training forward pass over the same prompt."""
     lm = rc.load_lm(out)
     model = lm.model
     batch = collate([lay_out(training_row(lm.tokenizer), TrainedTokens.of(model.config), apart)])

@@ -1,4 +1,4 @@
-"""`ragcache train`: options become a run, its report is printed, errors are one line."""
+"""`ragcache train`: options start a run, its report is printed, and errors are a single line."""
 
 import json
 import os
@@ -114,7 +114,7 @@ def test_what_is_wrong_is_said(base, data, tmp_path, more, reason):
 
 @pytest.fixture
 def script(tmp_path):
-    """Runs scripts/train-reuse in an environment whose `ragcache` writes down what it is asked for."""
+    """Return a function that runs scripts/train-reuse with a `ragcache` that records its arguments."""
     root = Path(__file__).parents[3]
     venv = tmp_path / "venv"
     (venv / "bin").mkdir(parents=True)

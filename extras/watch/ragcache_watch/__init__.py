@@ -1,1 +1,1 @@
-"""An annex of ragcache: folders that a store follows."""
+"""`ragcache watch`: a store that follows folders."""

@@ -12,10 +12,10 @@ from pathlib import Path
 from ragcache.errors import ConfigError, ReaderError
 from ragcache.ingest.readers import readers
 
-# How often a folder that has vanished is looked for, and a change that could not be taken in is tried again.
+# Milliseconds between attempts to find a folder that has vanished, and to sync a change that could not be synced.
 POLL_MS = 500
 
-# Takes in folders, or single files of theirs. False: not now, try again.
+# Ingests folders, or single files in them. Returns False if it has to be called again.
 Sync = Callable[[Sequence[Path]], bool]
 
 
@@ -61,8 +61,8 @@ def _follow(there: list[Path], roots: list[Path], sync: Sync, stop: threading.Ev
         watch(*there, watch_filter=None, stop_event=stop, rust_timeout=POLL_MS, yield_on_timeout=True)
     ) as changes:
         try:
-            first = next(changes, None)  # it watches from here on: what changes during the first sync is not missed
-        except FileNotFoundError:  # vanished this moment
+            first = next(changes, None)  # watches from here on, so that no change during the first sync is missed
+        except FileNotFoundError:  # a folder has vanished this moment
             return
         except OSError as error:
             raise ReaderError(there[0], f"it cannot be watched ({error})") from error

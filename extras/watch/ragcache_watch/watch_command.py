@@ -1,4 +1,4 @@
-"""watch: `ragcache ingest --sync`, and again whenever something changes."""
+"""`ragcache watch`: `ragcache ingest --sync`, repeated whenever a file changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def watch(
     kv: KvMode = "eager",
     wait: flags.Wait = flags.WAIT_S,
 ) -> None:
-    """Keep the store true to folders: `ingest --sync` now, and whenever something changes in them.
+    """Keep a store up to date with folders: `ingest --sync` now, and whenever something changes in them.
 
     A folder that vanishes is reported, and its documents stay until it is back. Ctrl-C or SIGTERM ends the command;
     what was stored stays.
@@ -37,7 +37,7 @@ def watch(
     with flags.open_with_models(store, models, chunks, reading, create=True) as kb, stopped_by_signals() as stop:
 
         def sync(paths: Sequence[Path]) -> bool:
-            """Return whether it was done, or need not be done."""
+            """Ingest the paths and print the changes; return False if this has to be tried again."""
             try:
                 report = kb.ingest(paths, kv=kv, sync=True, timeout_s=wait, cancelled=stop)
             except CancelledError:

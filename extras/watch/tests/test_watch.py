@@ -1,4 +1,4 @@
-"""`ragcache watch` beside somebody who changes its folder."""
+"""`ragcache watch` while another process changes its folder."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ pytest.importorskip("watchfiles", reason="needs ragcache-kv[watch]")
 
 @pytest.fixture
 def survivor():
-    """SIGTERM to this process does nothing where nobody watches any more."""
+    """Ignore SIGTERM in this process: a signal may arrive after the watching has ended."""
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -38,14 +38,14 @@ def texts_in(store: Path) -> dict[str, str]:
 
 
 def put(path: Path, text: str) -> None:
-    """Never seen half written."""
+    """Write a file so that it is never seen half written."""
     hidden = path.with_name(f".{path.name}.new")
     hidden.write_text(text)
     hidden.rename(path)
 
 
 def change(folder: Path, store: Path, failed: list[BaseException], over: threading.Event) -> None:
-    """Every change is waited for; SIGTERM comes at the end."""
+    """Change the folder, wait for the effect of each change, and send SIGTERM at the end."""
     try:
         until(lambda: texts_in(store) == {"a.md": "One."})
         (folder / "sub").mkdir()

@@ -51,7 +51,7 @@ def _no_media(given: Any) -> Any:
 
 
 class CacheControl(RequestModel):
-    """Keeps the KV of everything up to its block from eviction. ttl: for how long after its last use"""
+    """Protects the KV of everything up to its block from eviction. ttl: for how long after the last use"""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
@@ -147,7 +147,7 @@ class ToolUseBlock(Block):
 
 
 class ThinkingBlock(LooseModel):
-    """Earlier thoughts, which chat templates leave out."""
+    """Reasoning of an earlier turn, which chat templates leave out."""
 
     type: Literal["thinking", "redacted_thinking"]
     cache_control: None = Field(default=None, description="Thoughts are not read again, and so cannot be pinned")
@@ -187,9 +187,9 @@ class MessageParam(LooseModel):
         return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
 
     def messages(self, most: int | None = None) -> list[Message]:
-        """Return the turn in OpenAI's form, in which each tool's result is a message of its own.
+        """Return the turn in OpenAI's form, in which each tool's result is a separate message.
 
-        most: how many of its blocks to read; None: all
+        most: number of the turn's first blocks to read; None: all
         """
         blocks = self.blocks[:most]
         results = [one for one in blocks if isinstance(one, ToolResultBlock)]
@@ -206,7 +206,7 @@ class MessageParam(LooseModel):
 
 
 class AnthropicTool(RequestModel):
-    """A tool of the client's own: those that Anthropic runs have another type, and are refused."""
+    """A tool that the client runs. Tools that Anthropic runs have another type, and are refused."""
 
     type: Literal["custom"] | None = None
     name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
@@ -215,7 +215,7 @@ class AnthropicTool(RequestModel):
     strict: bool | None = None
     cache_control: CacheControl | None = None
 
-    # Accepted, and of no consequence here.
+    # Accepted, without effect.
     eager_input_streaming: bool | None = None
     input_examples: list[JsonObject] | None = None
 
@@ -239,7 +239,7 @@ class ToolChoice(RequestModel):
 
 
 class ThinkingOptions(RequestModel):
-    """budget_tokens: the most tokens of thoughts. display: "omitted" leaves their text out of the answer"""
+    """Whether the model thinks. budget_tokens: most tokens of reasoning. display: "omitted" leaves its text out"""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
@@ -257,7 +257,7 @@ class OutputConfig(RequestModel):
 
 
 class CountRequest(RequestModel):
-    """A prompt. cache_control: of the prompt's last block, as if that had it"""
+    """A prompt. cache_control: has the effect of a cache_control of the prompt's last block"""
 
     model: Name
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=10_000)]
@@ -269,7 +269,7 @@ class CountRequest(RequestModel):
     cache_control: CacheControl | None = None
     ragcache: Extension | None = None
 
-    # Accepted only where they ask for nothing.
+    # Accepted only if empty.
     mcp_servers: Nothing | None = None
     context_management: None = None
     container: None = None
@@ -293,7 +293,7 @@ class CountRequest(RequestModel):
 
     @property
     def points(self) -> Iterator[Point]:
-        """Yield the cache points. Tools and system prompt are read together, so a point in either covers both."""
+        """Yield the cache points. Tools and system prompt are read together, so a cache point in either covers both."""
         system = () if self.system is None or isinstance(self.system, str) else self.system
         ttls = [one.cache_control.ttl for one in (*(self.tools or ()), *system) if one.cache_control]
         yield from (Point(0, 0, TTLS[ttl]) for ttl in ttls)
@@ -305,7 +305,7 @@ class CountRequest(RequestModel):
             yield Point(len(self.messages) - 1, len(self.messages[-1].blocks), TTLS[self.cache_control.ttl])
 
     def head(self, point: Point) -> list[Message]:
-        """Return the messages up to a cache point; a system prompt alone gets a message to stand before."""
+        """Return the messages up to a cache point; after a system prompt alone, a placeholder of a user message."""
         if not point.blocks:
             return [*self.standing, Message(role="user", content=".")]
         before = [message for turn in self.messages[: point.turn] for message in turn.messages()]
@@ -343,7 +343,7 @@ class CountRequest(RequestModel):
 
 
 class Point(NamedTuple):
-    """A cache point: after the first `blocks` blocks of a turn; 0: before the first turn."""
+    """A cache point: after the first `blocks` blocks of turn number `turn`; 0 blocks: after tools and system prompt."""
 
     turn: int
     blocks: int
@@ -362,7 +362,7 @@ class MessagesRequest(CountRequest):
     top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     stop_sequences: Annotated[list[StopText], Field(max_length=16)] | None = None
 
-    # Accepted, and of no consequence here.
+    # Accepted, without effect.
     metadata: Metadata | None = None
     service_tier: Text | None = None
     inference_geo: Text | None = None
@@ -384,7 +384,7 @@ class AnthropicError(AnswerModel):
 
 
 class MessageUsage(AnswerModel):
-    """The first three add up to the prompt's tokens."""
+    """Usage of tokens. The first three fields add up to the prompt's tokens."""
 
     input_tokens: int = Field(description="Tokens that ran for this request and are not kept by a cache point")
     cache_creation_input_tokens: int = Field(description="Tokens that ran and whose KV is kept")
@@ -393,7 +393,7 @@ class MessageUsage(AnswerModel):
 
 
 class AnswerBlock(AnswerModel):
-    """text, thinking or tool_use; the type says which of the fields it has."""
+    """A block of an answer; its type says which of the fields it has."""
 
     type: Literal["text", "thinking", "tool_use"]
     text: str = ""

@@ -53,7 +53,7 @@ router = AnthropicRouter(prefix="/v1/messages", route_class=JsonRoute, tags=["an
 
 
 failures = partial(errors, model=bodies.AnthropicError)
-"""Return the `responses` of a route for its errors, in Anthropic's form."""
+"""Returns the `responses` of a route for errors with these status codes, in Anthropic's form."""
 
 
 @router.post(
@@ -101,8 +101,9 @@ def _thinks(service: Service) -> bool:
 class MessagesWriter(Writer):
     """Writes an answer in Anthropic's format.
 
-    shows_thoughts: whether the model's thoughts have their text
-    open: type of the stream's block in progress; "": none. index: its number
+    shows_thoughts: whether blocks of the model's reasoning have their text
+    open:  type of the stream's block in progress; "": none
+    index: number of the block begun last
     """
 
     id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
@@ -119,7 +120,7 @@ class MessagesWriter(Writer):
         return self.message(content, usage_of(one), found, reason_of(one), one.stop or None)
 
     async def chunks(self, rank: int, first: Event, work: Work[Event], *, usage: bool) -> AsyncIterator[bytes]:
-        """Yield the events of the stream. The prompt's usage is known at its end."""
+        """Yield the events of the stream. The first event has no usage yet: it is known at the end."""
         found = ChatExtension(sources=sources_of(first.hits if isinstance(first, Sources) else []))
         nothing = bodies.MessageUsage(
             input_tokens=0, cache_creation_input_tokens=0, cache_read_input_tokens=0, output_tokens=0

@@ -1,4 +1,4 @@
-"""Anthropic's routes through its official client, whose own types parse every answer; the engine says what is right."""
+"""Anthropic's routes through its official client, whose types parse every answer; the engine is the oracle."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -145,7 +145,7 @@ def test_tools_are_called_and_their_results_go_back(agent, converse, connect, mo
 
 
 def test_a_tool_can_be_required(converse):
-    """The answer of a random model is a call, because nothing else is allowed."""
+    """Even a random model's answer is a call, because no other answer is allowed."""
     pytest.importorskip("llguidance")
     for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "search"}):
         (call,) = converse(tools=[SEARCH], tool_choice=choice).content
@@ -234,7 +234,7 @@ def test_counted_tokens_are_those_of_the_message(say, served, connect, agent, co
 
 @pytest.fixture
 def tight(lm, tmp_path) -> Iterator[Served]:
-    """A server whose prefix tree has room for about two of `LONG`."""
+    """Return a server whose prefix tree has room for about two of `LONG`."""
     room = 2 * len(lm.tokenizer(LONG)["input_ids"]) + 400
     config = rc.StoreConfig(prefix_bytes=room * 2 * lm.config.num_hidden_layers * 64 * 4, foreign_cache=0)
     with rc.RagCache.open(tmp_path / "kb", model=lm, embedder=BagOfWords(), store=config) as kb:
@@ -254,7 +254,7 @@ def tight(lm, tmp_path) -> Iterator[Served]:
 
 @pytest.mark.parametrize("pinned", [True, False])
 def test_a_cache_point_keeps_its_prefix(tight, connect, pinned, monkeypatch):
-    """Other prompts that fill the tree push out what is not pinned."""
+    """Other prompts fill the tree, and evict everything that is not pinned."""
     client, system = connect(tight, "root"), [text(LONG, **({"cache_control": POINT} if pinned else {}))]
 
     def ask(question: str, system: list) -> anthropic.types.Usage:
@@ -273,7 +273,7 @@ def test_a_cache_point_keeps_its_prefix(tight, connect, pinned, monkeypatch):
 
 
 def test_a_cache_point_is_of_its_keys_collections(tight, connect):
-    """Who reads the same collection goes on from it; another key neither reads it, nor pins it, nor pushes it out."""
+    """A key that reads the same collection uses the cache point; another key neither uses, pins nor evicts it."""
     size = tight.service.kb.count_tokens(LONG)
     tight.service.unfiltered._engine.prefixes._tree.budget_bytes *= 3  # half of it holds three points
 
@@ -301,7 +301,9 @@ def test_a_cache_point_is_of_its_keys_collections(tight, connect):
 
 
 def test_a_cache_point_without_room_created_nothing(tight, connect):
-    """The key that would keep most gives way: its prompt counts as input, as in Anthropic's API below its minimum."""
+    """The key that keeps most loses its cache point: its prompt counts as input, as below the minimum in Anthropic's
+    API.
+    """
 
     def ask(key: str, said: str) -> anthropic.types.Usage:
         asked = {"model": "tiny:plain", "max_tokens": 2, "messages": ASKED, "system": [text(said, cache_control=POINT)]}

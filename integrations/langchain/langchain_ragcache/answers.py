@@ -48,8 +48,8 @@ def _thoughts(text: str) -> dict[str, Any]:
 class ChunkWriter:
     """Writes an answer's events as chunks.
 
-    Only the last chunk has usage and metadata, because LangChain adds chunks up. It parses calls from the sum, and
-    would complete an unreadable call to something else, so such a call is sent as a JSON string.
+    LangChain adds chunks up, so only the last chunk has usage and metadata. It parses calls from the sum, and would
+    complete an unreadable call to a different one, so the text of such a call is sent as a JSON string.
     """
 
     def __init__(self, model: str) -> None:

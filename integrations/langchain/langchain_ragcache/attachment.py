@@ -126,13 +126,13 @@ def _texts(store: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the texts about to be deleted, if the store returns them."""
     try:
         return {"texts": [one.page_content for one in store.get_by_ids(list(arguments.get("ids") or ()))]}
-    except Exception:  # many stores cannot, each in its own way; the ids are known anyway
+    except Exception:  # many stores cannot, and raise any error; the ids are known anyway
         return {"texts": []}
 
 
 def _deleted(attachment: rc.Attachment, store: Any, result: Any, arguments: Mapping[str, Any]) -> Any:
     ids = arguments.get("ids")
-    if ids is None:  # the store decides what this means: documents that it still holds stay
+    if ids is None:  # the store decides which documents it deletes: those that it still holds stay
         attachment.sync(store)
     else:
         attachment.forget(map(str, ids), given=arguments["texts"])
@@ -168,7 +168,7 @@ def _held(store: Any) -> Iterable[rc.Document] | None:
 
 
 def with_handles(documents: Sequence[Document], handles: Sequence[str | None]) -> list[Document]:
-    """Return copies that name their KV."""
+    """Return copies of the documents with their handles in the metadata; a handle of None removes an earlier handle."""
     pairs = zip(documents, handles, strict=True)
     about = [(one, without_handle(one.metadata), handle) for one, handle in pairs]
     return [

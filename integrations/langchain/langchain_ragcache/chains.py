@@ -32,16 +32,16 @@ def create_fused_documents_chain(
     document_separator: str = "\n\n",
     document_variable_name: str = DOCUMENTS_KEY,
 ) -> Runnable[dict[str, Any], Any]:
-    """Return a chain that answers from documents, like create_stuff_documents_chain, with every document its own
-    passage.
+    """Return a chain that answers from documents, like create_stuff_documents_chain, but reads each document as a
+    separate passage.
 
     llm:    a `ChatRagCache`, also with arguments bound, with fallbacks of its kind (`with_fallbacks`), or with more
             steps (`model | parser`, `with_structured_output`)
     prompt: has `document_variable_name` once, as "{context}" in the text of one message, where the documents are put
     output_parser: by default StrOutputParser, or none for an llm with more steps
-    document_prompt: has {page_content} once; its text around that is read between the passages, by a method that reads
-                     text there: reposition, link, full
-    document_separator: put between passages unless it is only white space; by default they are divided by a line break
+    document_prompt: has {page_content} once; the text around {page_content} is read between the passages, which only
+                     the methods reposition, link and full do
+    document_separator: put between passages unless it is only white space; a passage ends with a line break in any case
     document_variable_name: key of the documents in the chain's input
 
     Input: a dictionary with the documents and the prompt's other variables. Raises ConfigError (here) and PromptError

@@ -28,14 +28,14 @@ from langchain_ragcache.opening import open_kb
 from langchain_ragcache.options import refuse_unknown
 from ragcache.errors import CancelledError, ConfigError, ModelMismatchError, TimedOutError
 
-# OpenAI's newer name of a field.
+# OpenAI's newer names of fields.
 ALSO = {"max_completion_tokens": "max_tokens"}
 # Constraints on an answer's form, given with a call only.
 FORMS = ("json_schema", "regex", "choices")
 SAMPLING = tuple(field.name for field in fields(rc.Sampling) if field.name not in (*FORMS, "stop"))
 TOOLS = ("tools", "tool_choice", "parallel_tool_calls", "tool_format")
-# The engine's options that keep their names. LangChain has its own for the others: the sampling's fields, a cancelled
-# task or stream, and `timeout`.
+# The engine's options that are not among RENAMED keep their names. LangChain has its own ways to state the others: the
+# fields of the sampling, cancelling the task or closing the stream, and `timeout`.
 RENAMED = ("sampling", "cancelled", "timeout_s")
 READING = (*(name for name in rc.GenerationOptions.__annotations__ if name not in RENAMED), "context", "drop_turns")
 # `stream` is LangChain's own switch, and `model` is only checked.
@@ -53,7 +53,7 @@ class ChatRagCache(BaseChatModel):
 
     kb:          an open `rc.RagCache`, or the path of a store, which is opened once for all components that name it,
                  and closed with the last of these; if left out, the store named by RAGCACHE_STORE
-    model:       the model to open a path with; by default the store's own model. For an open store any other is refused
+    model:       the model to open a path with; by default the store's own. For an open store another model is refused
     max_tokens (also max_completion_tokens), temperature, top_p, top_k, seed, stop, min_p, presence_penalty,
     frequency_penalty, repetition_penalty, logit_bias, stop_token_ids, logprobs: see `rc.Sampling`; log-probabilities
                  are in the response metadata, in the form of OpenAI's chat model

@@ -92,8 +92,9 @@ def _found(artifact: Any) -> list[str | rc.Passage]:
 
 
 def _part(block: Mapping[str, Any]) -> str | rc.Passage:
-    """Return a block as text or passage. block: in LangChain's standard form, with other keys in "extras", or in a
-    provider's form, without
+    """Return a block as text or passage. Raises PromptError.
+
+    block: in LangChain's standard form, with keys that it does not know in "extras", or in a provider's form
     """
     if block.get("type") != "text" or not isinstance(block.get("text"), str):
         raise PromptError(f"a content block of type {block.get('type')!r} cannot be read; this model reads text only")

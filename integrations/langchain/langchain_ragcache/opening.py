@@ -1,4 +1,4 @@
-"""Opening a store by path, by environment variable, or already open."""
+"""Open a store by its path or by an environment variable, or take an open store."""
 
 from __future__ import annotations
 

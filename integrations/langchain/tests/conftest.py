@@ -1,4 +1,6 @@
-"""Stores for LangChain's components: one over the bundled model with the registry's passages, small ones to change."""
+"""Stores for LangChain's components: a store of the registry's passages with the bundled model, and small stores to
+change.
+"""
 
 import shutil
 import socket
@@ -31,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch) -> None:
-    """Nothing here may reach out, tracing included."""
+    """Refuse all network access, tracing included."""
 
     def refuse(self: socket.socket, address: object) -> None:
         if self.family != socket.AF_UNIX:
@@ -49,7 +51,7 @@ minilm = made_by(rc.load_embedder, "minilm", scope="session")
 
 @pytest.fixture(scope="session")
 def made_registry(tmp_path_factory, mini, minilm) -> Path:
-    """One document a line of the registry. Copied by `shared_registry`."""
+    """Return the path of a store with a document for each line of the registry, which `shared_registry` copies."""
     path = tmp_path_factory.mktemp("registry") / "kb"
     with rc.RagCache.open(path, model=mini, embedder=minilm) as kb:
         RagCacheVectorStore(kb).add_documents(registry_documents())
@@ -58,7 +60,7 @@ def made_registry(tmp_path_factory, mini, minilm) -> Path:
 
 @pytest.fixture(scope="session")
 def shared_registry(tmp_path_factory, made_registry, mini, minilm) -> Iterator[rc.RagCache]:
-    """It keeps the prefix and no placed context: a question that is asked again is read as it was at first."""
+    """Yield a store that keeps the prefix but no placed context: a repeated question is read as at first."""
     folder = tmp_path_factory.mktemp("read") / "registry"
     shutil.copytree(made_registry, folder)
     config = rc.StoreConfig(prefix_bytes=16 * mini.kv_bytes_per_token)
@@ -68,8 +70,9 @@ def shared_registry(tmp_path_factory, made_registry, mini, minilm) -> Iterator[r
 
 @pytest.fixture
 def registry(shared_registry) -> rc.RagCache:
-    """For tests that add and delete nothing, and read no new passage that another one reads. The prefix's own block is
-    computed, the others loaded."""
+    """Return a store for tests that change nothing and read no new passage that another test reads. The prefix's block
+    is computed, the others are loaded.
+    """
     shared_registry.ask(QUESTION, len(REGISTRY), sampling=rc.Sampling(1))
     return shared_registry
 

@@ -1,5 +1,4 @@
-"""LangChain's stuff chain, as `langchain_classic.chains.combine_documents` has it: that package is not among the
-tests' own."""
+"""LangChain's stuff chain as in `langchain_classic.chains.combine_documents`, which the tests do not install."""
 
 from typing import Any
 
@@ -9,7 +8,7 @@ from langchain_core.runnables import Runnable, RunnablePassthrough
 
 
 def stuff_chain(llm: BaseChatModel, prompt: ChatPromptTemplate, separator: str = "\n\n") -> Runnable[dict, Any]:
-    """Documents joined into {context}; the answer is the model's whole message."""
+    """Return a chain that joins documents into {context}; the answer is the model's whole message."""
     each = PromptTemplate.from_template("{page_content}")
 
     def join(inputs: dict) -> str:

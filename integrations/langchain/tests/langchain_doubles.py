@@ -1,4 +1,4 @@
-"""Embedders that show who waits for them, and the store of LangChain's own test suites."""
+"""Embedders that show whether an event loop waits for them, and the store of LangChain's own test suites."""
 
 import asyncio
 import threading
@@ -13,8 +13,9 @@ ANSWER_S = 20.0
 
 
 class LoopWatch:
-    """Asks the running event loop, from wherever work is done, for a sign of life. A loop that waits for the work gives
-    none; one that is only slow, on a busy machine, does."""
+    """Asks the running event loop for a response, from the thread that does the work. A loop that waits for the work
+    does not respond; a loop that is only slow, on a busy machine, does.
+    """
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -51,7 +52,7 @@ class WatchedEmbedder(BagOfWords):
 
 
 class OverAStore:
-    """What is the same for all components under LangChain's own suites: they are made of an open store."""
+    """Parts common to all components under LangChain's own suites: components are made with an open store."""
 
     kb: rc.RagCache
 

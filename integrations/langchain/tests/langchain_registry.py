@@ -1,4 +1,4 @@
-"""Passages of the kind that the bundled model reads, and small helpers."""
+"""Passages of the kind that the bundled model reads, and small functions for tests."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""An agent whose tools find documents elsewhere: their KV is kept, and read at the next call of the model."""
+"""An agent whose tools find documents elsewhere: their KV is kept, and used at the model's next call."""
 
 import pytest
 from kit.makers import tiny_lm
@@ -22,7 +22,7 @@ CALL = '<tool_call>\n{"name": "registry", "arguments": {"query": "ferry"}}\n</to
 
 
 class Elsewhere(BaseRetriever):
-    """Somebody's own retriever."""
+    """A user's own retriever."""
 
     def _get_relevant_documents(self, query, *, run_manager):
         return [Document(page_content=text, metadata={"n": rank}) for rank, text in enumerate(TEXTS)]

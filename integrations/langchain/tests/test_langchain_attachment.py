@@ -1,4 +1,4 @@
-"""KV for the documents of a user's own vector store: found by their own chain as it is, and gone with them."""
+"""KV for the documents of a user's own vector store: an unchanged chain finds it, and it is deleted with them."""
 
 from types import SimpleNamespace
 
@@ -41,7 +41,7 @@ def theirs() -> InMemoryVectorStore:
 
 
 def handle(kb: rc.RagCache, text: str) -> str | None:
-    """The name of a text's KV, if that is kept."""
+    """Return the handle of a text's KV, or None if none is kept."""
     return kb.precompute(text, dry_run=True).handles[0]
 
 
@@ -50,7 +50,7 @@ def kept(kb: rc.RagCache) -> set[str]:
 
 
 def share(kb: rc.RagCache, message) -> float:
-    """Of the passages' tokens, those that did not run."""
+    """Return the number of cached tokens over that of the passages' tokens."""
     return message.usage_metadata["input_token_details"]["cache_read"] / sum(map(kb.count_tokens, TEXTS.values()))
 
 
@@ -68,7 +68,7 @@ def test_their_chain_finds_all_at_the_first_question(kb, theirs, wide):
 
 
 def places(message) -> dict[str, tuple]:
-    """What an answer's sources say of their documents, by passage."""
+    """Return, by passage, the document, title and place that an answer's sources state."""
     return {
         one["chunk_id"]: (one["document_id"], one["title"], one["place"])
         for one in message.response_metadata["sources"]
@@ -136,7 +136,7 @@ def test_what_is_added_and_deleted_reaches_the_kv(kb, theirs, asynchronous):
 
 
 class Changing(InMemoryVectorStore):
-    """A store with a way of its own to change documents."""
+    """A store with its own method to change documents."""
 
     def update_documents(self, ids, documents):
         InMemoryVectorStore.add_documents(self, documents, ids=ids)
@@ -187,7 +187,7 @@ def test_sync_makes_up_for_what_changed_behind_its_back(kb, theirs):
 
 
 class Words(BaseRetriever):
-    """A retriever that says nothing of what it holds."""
+    """A retriever that does not state which documents it holds."""
 
     found: list[Document]
 
@@ -231,7 +231,7 @@ def test_a_transformer_stands_in_pipelines_and_chains(kb, theirs):
 
 
 class Sealed(VectorStore):
-    """A vector store that gives nothing out, and breaks every way that there is to ask it."""
+    """A vector store that returns nothing, and raises in every method that could tell its content."""
 
     def add_texts(self, texts, metadatas=None, *, ids=None, **kwargs):
         return ["one"] * len(list(texts)) if kwargs.get("well", True) else None

@@ -1,4 +1,4 @@
-"""Chains: the engine's own answers through LangChain's runnables, at the engine's own cost."""
+"""Chains: LangChain's runnables give the engine's own answers, at the engine's own cost."""
 
 import json
 from functools import partial
@@ -42,7 +42,7 @@ def chain(llm, retriever):
 
 
 class LastAnswer(BaseCallbackHandler):
-    """What the model said last, with its usage, from inside a chain; and what it was asked."""
+    """Keeps, from inside a chain, the model's last answer with its usage, and the prompt."""
 
     def on_chat_model_start(self, serialized, messages, **kwargs):
         self.messages = messages[0]
@@ -52,8 +52,9 @@ class LastAnswer(BaseCallbackHandler):
 
 
 def suffix_and_link_tokens(kb: rc.RagCache, question: str, passages: int) -> int:
-    """Tokens behind the passages, counted by hand, and the trained ones that the checkpoint's configuration states: so
-    many behind every passage, and one that closes them all."""
+    """Return the number of tokens after the passages, counted by hand, plus that of trained tokens as the checkpoint's
+    configuration states them: K after every passage, and a single token at the end.
+    """
     stated = json.loads((Path(rc.__file__).parent / "mini" / "config.json").read_text())["ragcache"]
     suffix = kb.lm.tokenizer(f"Question: {question}\nAnswer:", add_special_tokens=False)["input_ids"]
     return len(suffix) + stated["link_tokens"] * passages + (stated["kv_end_id"] is not None)
@@ -130,8 +131,9 @@ def test_text_around_the_documents_and_earlier_turns(registry, llm, retriever):
 
 
 def test_a_stock_chain_reads_passages_from_their_kv(registry, llm, retriever, caplog):
-    """LangChain's stuff chain and its like join the documents in front of the model. A method that cannot read what
-    stands between them, or puts tokens of its own there as the model's own `link` does, says so, once."""
+    """LangChain's stuff chain joins the documents before the model sees them. A method that cannot read the text
+    between passages, or puts its own tokens there as the model's `link` does, warns of it once.
+    """
     prompt = RunnablePassthrough.assign(
         context=lambda x: "\n\n".join(d.page_content for d in retriever.invoke(x["input"]))
     ) | ChatPromptTemplate.from_messages([("human", "{context}\n\nQuestion: {input}")])
@@ -189,7 +191,7 @@ async def test_a_model_may_have_fallbacks_and_further_steps(registry, llm, retri
 
 
 def failing(chat, messages, **options):
-    """Answer as the store does, but raise where method `full` is asked for."""
+    """Answer as the store does, but raise if method `full` is requested."""
     if options["method"] == "full":
         raise RuntimeError("the model is away")
     return chat(messages, **options)
@@ -262,7 +264,7 @@ def test_bad_prompts_and_inputs_are_refused(llm, build, given, error, words):
 
 
 def test_a_document_prompt_and_a_separator_stand_between_passages(registry, llm, retriever):
-    """The chain's answer is the engine's over the same parts, and the passages' KV is reused."""
+    """The chain's answer equals the engine's over the same parts, and the passages' KV is reused."""
     found = [
         Document(doc.page_content, metadata={**doc.metadata, "n": n})
         for n, doc in enumerate(retriever.invoke(QUESTION))

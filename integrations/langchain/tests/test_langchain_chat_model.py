@@ -1,4 +1,4 @@
-"""The chat model: messages in, the engine's own answers out."""
+"""The chat model: for LangChain's messages it gives the engine's own answers."""
 
 import asyncio
 import time
@@ -30,7 +30,7 @@ def chat(registry) -> ChatRagCache:
 
 @pytest.fixture
 def babbler(tmp_path, lm) -> ChatRagCache:
-    """A random model: it goes on for as long as it may."""
+    """Yield a chat model over a random model, which writes until its limit."""
     with rc.RagCache.open(tmp_path / "babble", model=lm, embedder=BagOfWords()) as kb:
         yield ChatRagCache(kb=kb, max_tokens=300)
 
@@ -185,7 +185,7 @@ async def test_a_timeout_ends_an_answer(babbler, monkeypatch):
 
 
 def counted(lm, monkeypatch, pause_s: float = 0.0) -> list[float]:
-    """When the model ran, from now on."""
+    """Return a list of the times at which the model ran, from now on."""
     steps, forward = [], lm.scheduler.forward
 
     def count(pieces):

@@ -14,7 +14,7 @@ from ragcache_demo.bag_of_words import BagOfWords
 
 
 class Given(Embeddings):
-    """Gives back what it was made with."""
+    """Embeddings that return the vectors they were made with."""
 
     def __init__(self, *vectors: list[float], model: str = "") -> None:
         self.vectors = list(vectors)

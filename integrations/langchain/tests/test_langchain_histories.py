@@ -1,4 +1,4 @@
-"""Histories that other services wrote."""
+"""Conversations whose earlier answers other services wrote."""
 
 import pytest
 from kit.makers import tiny_lm
@@ -15,7 +15,7 @@ def chat(open_kb):
 
 
 def prompt_tokens(chat, answer):
-    """Tokens of a conversation in which the model gave this answer."""
+    """Return the number of tokens of a conversation in which the model gave this answer."""
     messages = [HumanMessage("Where is the ferry?"), answer, HumanMessage("And now?")]
     return chat.invoke(messages).usage_metadata["input_tokens"]
 
@@ -56,7 +56,7 @@ PROVIDERS = {
 
 @pytest.mark.parametrize(("provider", "blocks"), PROVIDERS.items())
 def test_so_are_langchains_own_readings_of_them(chat, provider, blocks):
-    """`content_blocks` of an answer, as LangChain translates them: what an application that changes models keeps."""
+    """`content_blocks` of an answer are what an application keeps if it changes models."""
     answer = AIMessage(blocks, response_metadata={"model_provider": provider})
     standard = AIMessage(content_blocks=answer.content_blocks)
     assert any(block["type"] == "reasoning" for block in standard.content)

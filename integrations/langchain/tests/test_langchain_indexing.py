@@ -28,7 +28,7 @@ RUNS = [
 
 
 def reference_run(runs, cleanup) -> list[tuple[dict[str, int], list[Document]]]:
-    """What LangChain's own store gives: results, and documents by id, after each run."""
+    """Return, after each run, the results and the documents by id of LangChain's own store."""
     store, records = InMemoryVectorStore(DeterministicFakeEmbedding(size=6)), new_records()
     found = []
     for run in runs:

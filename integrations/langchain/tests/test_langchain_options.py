@@ -1,4 +1,4 @@
-"""The chat model takes whatever the engine's own options say, and hands it through."""
+"""The chat model takes all options of the engine, and passes them on."""
 
 from dataclasses import fields
 
@@ -21,7 +21,7 @@ FORMS = {"json_schema": {"type": "object"}, "regex": "a", "choices": ["a"]}
 
 
 class Engine:
-    """Notes what a store's calls are given, and goes on."""
+    """Records the options of a store's calls, and returns a prepared answer."""
 
     def __init__(self, kb: rc.RagCache, monkeypatch: pytest.MonkeyPatch) -> None:
         self.options: dict[str, object] = {}

@@ -1,4 +1,4 @@
-"""What LangChain's components refuse, and the words in which they say it."""
+"""Values that LangChain's components refuse, and the messages."""
 
 import pytest
 from langchain_core.documents import Document

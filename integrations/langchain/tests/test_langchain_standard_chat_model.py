@@ -21,7 +21,7 @@ UNKNOWN = (f"Ada Wersen works as a potter in room {number}." for number in count
 
 
 class _OverAStore(OverAStore):
-    """What is true of the model, for both suites. There is one model in a store, so none can be named instead."""
+    """Properties of the model for both suites. A store has a single model, so no other can be named."""
 
     chat_model_class = ChatRagCache
     supports_model_override = False
@@ -62,8 +62,9 @@ class TestStandardChatModel(_OverAStore, ChatModelIntegrationTests):
 
     @pytest.fixture(autouse=True)
     def _ends_its_strings(self, request, mini) -> Iterator[None]:
-        """The bundled model has never seen JSON and would write its strings to the longest answer: quotes are likelier
-        in the tests of structured answers. Keys and types are the schema's doing."""
+        """Make quotes likelier in the tests of structured answers: the bundled model has never seen JSON, and would
+        write strings up to the limit. Keys and types come from the schema.
+        """
         if "structured" not in request.node.name:
             yield
             return

@@ -1,4 +1,4 @@
-"""Answers as objects: a model that knows nothing of a schema is held to it."""
+"""Answers as objects: a model that does not know the schema is constrained to it."""
 
 from typing import TypedDict
 

@@ -1,4 +1,4 @@
-"""Tools: what a model calls as LangChain's messages have it, and what its tools found, read by fused prefill."""
+"""Tools: the model's calls as LangChain's messages, and tools' results read by fused prefill."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The vector store beyond the standard suite: what is stored, what is found, what is refused."""
+"""The vector store beyond the standard suite: stored, found and refused documents."""
 
 import uuid
 

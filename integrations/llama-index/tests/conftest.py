@@ -30,7 +30,7 @@ def empty(open_kb) -> rc.RagCache:
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory, lm) -> Path:
-    """A store whose documents were ingested without LlamaIndex. Not to be changed: take `kb`."""
+    """Return the path of a store with documents ingested without LlamaIndex. Tests that change a store take `kb`."""
     path = tmp_path_factory.mktemp("made") / "kb"
     years = {id: 2020 + rank for rank, id in enumerate(TEXTS)}
     with rc.RagCache.open(path, model=lm, embedder=BagOfWords(), method="reposition", store=QUIET) as kb:
@@ -64,7 +64,7 @@ def nodes() -> list[TextNode]:
 
 @pytest.fixture
 def tokens_run(lm):
-    """Counts the tokens that go into the model, at its embedding layer. Call it for the count since the last call."""
+    """Return a function that counts the tokens that went into the model's embedding layer since its last call."""
     seen: list[int] = []
     hook = lm.model.get_input_embeddings().register_forward_hook(lambda layer, args, out: seen.append(args[0].numel()))
 
@@ -79,7 +79,7 @@ def tokens_run(lm):
 
 @pytest.fixture
 def slow_model(lm):
-    """Every pass through the model takes at least 30 ms: long enough for an event loop to be seen going on."""
+    """Make every pass of the model take at least 30 ms, long enough to see whether an event loop goes on."""
 
     def wait(*_: object) -> None:
         time.sleep(0.03)
@@ -90,7 +90,7 @@ def slow_model(lm):
 
 
 class Recorder(BaseEventHandler):
-    """Keeps every event, in the order in which it was sent."""
+    """Keeps every event, in the order of sending."""
 
     events: list[BaseEvent] = []  # noqa: RUF012  # a pydantic field
 
@@ -101,11 +101,11 @@ class Recorder(BaseEventHandler):
         return [event for event in self.events if isinstance(event, kinds)]
 
     def answers(self) -> list[dict]:
-        """Return the engine's answers, in LlamaIndex's own events of a model's last response."""
+        """Return the engine's answers, from LlamaIndex's events of the model's last responses."""
         return [event.response.raw for event in self.of(LLMChatEndEvent, LLMCompletionEndEvent)]
 
     def sources(self) -> list[tuple[str, str]]:
-        """Return id and origin of the KV of each passage of the only answer."""
+        """Return the id and the origin of the KV of each passage of the only answer."""
         [answer] = self.answers()
         return [(hit["chunk_id"], hit["kv"]) for hit in answer["hits"]]
 

@@ -1,4 +1,4 @@
-"""Whether an event loop goes on while something is awaited."""
+"""Whether an event loop goes on while a call is awaited."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 
 class Ticks:
-    """count: turns that another task had while the block ran. A call that blocks the loop leaves it none or one."""
+    """Turns of another task while a block ran. A call that blocks the loop leaves at most a single turn."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -1,4 +1,6 @@
-"""KV for the nodes of a user's own index: found by stock synthesizers at the first question, and gone with them."""
+"""KV for the nodes of a user's own index: stock synthesizers find it at the first question, and it is deleted with the
+nodes.
+"""
 
 import pytest
 from kit.makers import tiny_lm
@@ -48,7 +50,7 @@ def has(kb, *texts) -> list[bool]:
 
 
 def share(kb, recorder, nodes) -> float:
-    """Of the passages' tokens, those that did not run."""
+    """Return the number of cached tokens over that of the nodes' tokens."""
     [answer] = recorder.answers()
     return answer["usage"]["cached_tokens"] / sum(kb.count_tokens(read(node)) for node in nodes)
 
@@ -66,7 +68,7 @@ def test_a_stock_query_engine_finds_all_at_the_first_question(kb, index, recorde
 
 @pytest.mark.parametrize("attached", [False, True])
 def test_sources_name_the_users_own_documents(kb, index, attached):
-    """Whether the prompt holds their text, or they come as segments."""
+    """This holds for texts in the prompt and for segments."""
     mine = rc.attach(index, kb) if attached else index
     if not attached:
         kb.precompute(index)
@@ -138,7 +140,7 @@ def test_found_nodes_come_back_without_handles(kb, index, way, asynchronous):
 
 
 def test_nodes_without_kv_keep_no_old_handle(kb, index):
-    """It would name another text's KV, and be read with the text."""
+    """An old handle would name another text's KV, which would then be read."""
     mine = rc.attach(index, kb, learn=False)
     index.insert_nodes([TextNode(id_="old", text="Nobody has read this.", metadata={"ragcache_handle": "stale"})])
     found = {one.node.node_id: one.node for one in mine.as_retriever(similarity_top_k=9).retrieve(QUESTION)}

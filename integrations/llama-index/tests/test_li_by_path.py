@@ -1,4 +1,4 @@
-"""Components that are given a path share one open store."""
+"""Components that are given a path share an open store."""
 
 import pytest
 from li_texts import QUESTION, SHORT, TEXTS

@@ -18,7 +18,9 @@ FIRST, SECOND = "Which club meets in Kelbrook?", "Where does the Arno rise?"
 
 @pytest.fixture
 def chat_engine(kb, llm):
-    """Makes a chat engine. Its memory keeps no database connection open, as LlamaIndex's default one does."""
+    """Return a function that makes a chat engine. Its memory keeps no database connection open, unlike LlamaIndex's
+    default.
+    """
 
     def make(**options) -> RagCacheChatEngine:
         options.setdefault("memory", ChatMemoryBuffer.from_defaults(tokenizer_fn=str.split))
@@ -28,7 +30,7 @@ def chat_engine(kb, llm):
 
 
 def asked(kb, turns, **options) -> str:
-    """The engine's answer to (role, text) turns over the passages of the last one."""
+    """Return the engine's answer to (role, text) turns, over the passages of the last turn."""
     messages = [{"role": role, "content": text} for role, text in turns]
     hits = kb.retrieve(turns[-1][1], k=2)
     return kb.chat(messages, passages=hits, sampling=SAMPLING, **options).text

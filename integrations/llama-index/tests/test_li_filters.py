@@ -1,4 +1,4 @@
-"""LlamaIndex's filters select what LlamaIndex says they select: its own in-memory evaluation is the oracle."""
+"""LlamaIndex's filters select the nodes that LlamaIndex's own in-memory evaluation selects."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -67,7 +67,7 @@ def joined(children: st.SearchStrategy) -> st.SearchStrategy[MetadataFilters]:
 
 
 def passes(filters: MetadataFilters, id: str) -> bool:
-    """LlamaIndex's own evaluation. It refuses nested filters, which are joined here."""
+    """Return LlamaIndex's own evaluation. It refuses nested filters, so their results are combined here."""
     results = [
         passes(one, id) if isinstance(one, MetadataFilters) else alone(one, METADATA[id]) for one in filters.filters
     ]
@@ -77,7 +77,9 @@ def passes(filters: MetadataFilters, id: str) -> bool:
 
 
 def alone(one: MetadataFilter, metadata: dict) -> bool:
-    """Where the field is absent, LlamaIndex changed its mind between releases: it is unequal to everything now."""
+    """Return whether a condition holds. If the field is absent, releases of LlamaIndex differ; now it is unequal to
+    every value.
+    """
     if one.key not in metadata:
         return one.operator in (FilterOperator.NE, FilterOperator.NIN)
     return build_metadata_filter_fn(lambda _: metadata, MetadataFilters(filters=[one]))("")
@@ -107,7 +109,9 @@ def test_a_filter_of_the_store_passes_as_it_is():
 
 @pytest.fixture(scope="module")
 def mixed(lm, tmp_path_factory):
-    """Nodes of two documents, one node called as the other document, and a document ingested without LlamaIndex."""
+    """Return a store with nodes of two documents, a node with the other document's name, and a document ingested
+    without LlamaIndex.
+    """
     path = tmp_path_factory.mktemp("names") / "kb"
     with rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords()) as kb:
         store = RagCacheVectorStore(kb, kv="lazy")

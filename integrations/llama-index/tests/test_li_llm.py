@@ -1,4 +1,4 @@
-"""The model's answers are the engine's, whichever way passages reach it; only what has to run runs."""
+"""The model's answers equal the engine's for all ways to pass passages, and only the rest of the prompt runs."""
 
 import asyncio
 import pickle
@@ -26,7 +26,7 @@ def passages(kb) -> list[rc.Passage]:
 
 
 def twice(ask: Callable[[], rc.Answer]) -> rc.Answer:
-    """The second answer: the first one has computed what stands before the passages, and it is kept."""
+    """Return the second answer: the first computed the text before the passages, which is kept."""
     ask()
     return ask()
 

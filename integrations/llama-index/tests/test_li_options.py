@@ -1,4 +1,4 @@
-"""The language model takes whatever the engine's own options say, and hands it through."""
+"""The language model takes all options of the engine, and passes them on."""
 
 import inspect
 from dataclasses import fields
@@ -26,7 +26,7 @@ MESSAGES = [ChatMessage("Hi")]
 
 @pytest.fixture
 def engine(kb, monkeypatch) -> dict[str, object]:
-    """What the engine's streams were last given."""
+    """Return a dictionary that holds the options of the last call for a stream."""
     given: dict[str, object] = {}
     answer = kb.complete("Hi", sampling=rc.Sampling(1))
 

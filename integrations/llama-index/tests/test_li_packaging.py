@@ -1,4 +1,4 @@
-"""The components as they are installed: leaves of LlamaIndex's namespace, over nothing but public names."""
+"""The components as installed: leaves of LlamaIndex's namespace, which use public names only."""
 
 import ast
 import importlib
@@ -52,7 +52,7 @@ def test_any_leaf_can_be_imported_first():
 
 
 def leaves_of(path: Path) -> set[str]:
-    """Leaves that a file imports."""
+    """Return the leaves that a file imports."""
     modules = [node.module for node in ast.walk(parsed(path)) if isinstance(node, ast.ImportFrom) and node.module]
     return {match[1] for module in modules if (match := re.match(r"llama_index\.(\w+)\.ragcache", module))}
 
@@ -81,7 +81,7 @@ def test_a_wheel_holds_the_leaves_and_nothing_above_them(tmp_path):
 
 
 def assert_importable_beside_core(installed: Path) -> None:
-    """By Python's own finder, over the wheel's files and the folder that LlamaIndex is installed in."""
+    """Import the components by Python's own finder, from the wheel's files and LlamaIndex's folder."""
     find = importlib.machinery.PathFinder.find_spec
     site = Path(str(importlib.import_module("llama_index.core").__file__)).parents[2]
     top = find("llama_index", [str(installed), str(site)])

@@ -1,4 +1,4 @@
-"""What LlamaIndex's components refuse, and the words in which they say it."""
+"""Values that LlamaIndex's components refuse, and the messages."""
 
 import pickle
 
@@ -75,7 +75,7 @@ def query(mode="default", *, kwargs=None, **fields):
 
 
 def add(*nodes, **fields):
-    """Return a call that adds these nodes, or one of these fields, behind a good one."""
+    """Return a call that adds a good node, and then these nodes or a node with these fields."""
     made = nodes or [TextNode(**{"id_": "n", "text": "Text.", **fields})]
     return lambda kb: RagCacheVectorStore(kb).add([GOOD, *made])
 

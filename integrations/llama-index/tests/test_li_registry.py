@@ -1,5 +1,6 @@
-"""The bundled model over some of the example corpus: right answers through stock LlamaIndex, and only suffix and link
-tokens computed."""
+"""The bundled model over part of the example corpus: right answers through stock LlamaIndex, and only suffix and link
+tokens are computed.
+"""
 
 import json
 import runpy
@@ -58,16 +59,16 @@ def test_a_query_engine_answers_as_the_engine_does_and_runs_suffix_and_link_toke
         assert answer["method"] == kb.method == "link"
         assert answer["method_reason"] == own.method_reason == TRAINED
         right += response.response.strip() == row["answer"]
-    assert right >= 3  # others have names like theirs; retrieval misses some
+    assert right >= 3  # other people have similar names, so retrieval misses some
 
 
 def suffix_tokens(kb: rc.RagCache, question: str) -> int:
-    """By the chat template of the bundled model, written out."""
+    """Return the number of tokens after the passages, by the bundled model's chat template, written out."""
     return len(kb.lm.tokenizer(f"Question: {question}\nAnswer:", add_special_tokens=False)["input_ids"])
 
 
 def link_tokens() -> int:
-    """Link tokens behind each passage, and the one that says that no passage follows."""
+    """Return the number of link tokens after K passages, plus one for the token that ends the passages."""
     config = EXAMPLES.parent / "ragcache" / "mini" / "config.json"
     return K * int(json.loads(config.read_text(encoding="utf-8"))["ragcache"]["link_tokens"]) + 1
 

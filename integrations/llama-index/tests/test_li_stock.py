@@ -1,4 +1,4 @@
-"""LlamaIndex's own engines join nodes to one text: passages of the store in it are read from their KV all the same."""
+"""LlamaIndex's own engines join nodes to a single text, in which the store's passages are still read from KV."""
 
 import pytest
 from kit.makers import tiny_lm
@@ -27,7 +27,7 @@ def test_a_query_engine(kb, recorder):
 
 
 def test_a_citation_query_engine(kb, recorder):
-    """Its labels stand between the passages, and run with the question."""
+    """Its labels are between the passages, and run with the question."""
     llm = RagCacheLLM(kb, **SHORT)
     engine = CitationQueryEngine(RagCacheRetriever(kb, k=3), llm=llm)
     sources = engine.query(QUESTION).source_nodes

@@ -1,4 +1,4 @@
-"""A stock query engine whose answers are the engine's own, and whose model reads only the question."""
+"""A stock query engine gives the engine's own answers, and its model reads only the question."""
 
 import pytest
 from li_texts import QUESTION, SHORT
@@ -24,7 +24,7 @@ CHAT_TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</{{ 
 
 @pytest.fixture
 def engine(kb, llm):
-    """Makes a stock query engine over the store."""
+    """Return a function that makes a stock query engine over the store."""
 
     def make(*, k: int = 3, postprocessors=(), **options) -> RetrieverQueryEngine:
         synthesizer = FusedSynthesizer(llm, **options)
@@ -41,7 +41,7 @@ def chat_template(lm):
 
 
 class Shout(BaseNodePostprocessor):
-    """Changes what nodes say, and nothing else."""
+    """A postprocessor that changes the nodes' text, and nothing else."""
 
     def _postprocess_nodes(self, nodes, query_bundle=None):
         for node in nodes:
@@ -66,7 +66,7 @@ def test_answers_are_the_engines(kb, engine):
 
 @pytest.mark.parametrize("mode", ["compact", "simple_summarize", "tree_summarize"])
 def test_a_stock_synthesizer_is_told_what_keeps_passages_apart(llm, engine, mode, caplog):
-    """The method is one that cannot read what stands between them."""
+    """The method cannot read the text between passages."""
     llm.max_tokens, llm.method = 1, "a3"
     with caplog.at_level("WARNING", "ragcache"):
         engine().query(QUESTION)

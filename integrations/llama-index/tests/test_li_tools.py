@@ -1,4 +1,4 @@
-"""Function calling: what a model calls, as LlamaIndex's blocks; what its tools found, read by fused prefill."""
+"""Function calling: the model's calls as LlamaIndex's blocks, and tools' results read by fused prefill."""
 
 import pytest
 from kit.makers import tiny_lm

@@ -107,7 +107,7 @@ def test_the_handle_is_put_on_when_found_and_never_stored(store, nodes):
 
 
 def test_a_handle_in_given_metadata_is_neither_stored_nor_embedded(store):
-    """As of a node that was made from a found node's metadata."""
+    """A node made from the metadata of a node that was found has such a handle."""
     metadata = {"year": 2024}
     for id, given in (("bare", metadata), ("found", {**metadata, HANDLE_KEY: "x"})):
         store.add([TextNode(id_=id, text="Herons fish at dawn.", metadata=given)])
@@ -118,7 +118,7 @@ def test_a_handle_in_given_metadata_is_neither_stored_nor_embedded(store):
 
 
 def test_another_nodes_fields_are_not_believed(store):
-    """A node that was read as a plain passage and stored under another id is a node of that id."""
+    """A node that was read as a plain passage, and stored under another id, is a node with that id."""
     store.add([TextNode(id_="first", text="Herons fish at dawn.", metadata={"year": 2024})])
     [first] = store.client.chunks(["first"])
     store.client.ingest(rc.Document("second", "Herons sleep.", first.metadata), split=False)
@@ -282,7 +282,7 @@ async def test_the_embedding_model_is_the_stores_own(store, nodes):
 
 
 def test_nodes_without_text_are_left_out_and_the_last_of_an_id_is_kept(store, caplog):
-    """A crawler or an empty file gives such nodes, and other stores take them: the rest of the batch is stored."""
+    """A crawler or an empty file gives such nodes, which other stores take: the rest of the batch is stored."""
     texts = [("page", "First."), ("none", " \n"), ("other", "Other."), ("page", "Second.")]
     assert store.add([TextNode(id_=id, text=text) for id, text in texts]) == ["page", "none", "other", "page"]
     assert {node.node_id: node.text for node in store.get_nodes()} == {"page": "Second.", "other": "Other."}

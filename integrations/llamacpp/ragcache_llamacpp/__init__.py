@@ -1,4 +1,5 @@
-"""ragcache inside llama.cpp: passages' states set, shifted and joined in its context, by llama-cpp-python's functions.
+"""An engine that runs llama.cpp in this process, by llama-cpp-python: it sets passages' states in llama.cpp's context,
+shifts them to their positions, and joins them to a prompt.
 
-Nothing here is imported without the extra `llamacpp`. Only `context` calls llama.cpp.
+Without the extra `llamacpp` only `entry` is imported. Only `context` calls llama.cpp.
 """

@@ -25,7 +25,7 @@ PASS_TOKENS = 512  # of a pass inside llama.cpp
 TEMPORARY = 0
 """The sequence in which a state is set and shifted before it joins another."""
 _ERROR = 4  # level of an error in llama.cpp's log
-_SAID: deque[str] = deque(maxlen=1)
+_SAID: deque[str] = deque(maxlen=1)  # llama.cpp's last error message
 
 
 @api.llama_log_callback  # type: ignore[untyped-decorator]
@@ -52,14 +52,14 @@ class Row(NamedTuple):
 class LlamaContext:
     """A model with a context whose sequences share one buffer.
 
-    num_cells: tokens that all sequences hold together
+    num_cells: most tokens that all sequences together can hold
     token_bytes: bytes of a token in a state
     uses_gpu:  whether layers run on a GPU
     key:       digest of everything except the model that a state's bytes depend on
     """
 
     def __init__(self, path: Path, options: LlamaOptions, longest: int, num_sequences: int) -> None:
-        """Load a model. longest: the model's context
+        """Load a model. longest: number of positions that the model was trained for
 
         Raises UnsupportedModelError (a file that llama.cpp cannot load, states that cannot be moved), ConfigError (more
         sequences or a larger context than there can be).
@@ -86,7 +86,7 @@ class LlamaContext:
         given.type_k = given.type_v = KV_TYPES[options.kv]
         self.uses_gpu = bool(api.llama_supports_gpu_offload()) and options.n_gpu_layers != 0
         flash = given.flash_attn_type = int(options.flash_attention(on_gpu=self.uses_gpu))
-        given.kv_unified = given.swa_full = True  # states move between sequences, also of layers that slide
+        given.kv_unified = given.swa_full = True  # states move between sequences, also of sliding layers
         self._context = api.llama_init_from_model(self._model, given)
         if not self._context:
             raise ConfigError(
@@ -110,7 +110,7 @@ class LlamaContext:
         self.num_cells = int(api.llama_n_ctx(self._context))
         self.vocab_size = int(api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model)))
         self._slides = api.llama_model_n_swa(self._model) > 0
-        self._batch_tokens = PASS_TOKENS if self._slides else BATCH_TOKENS  # guarded after every pass
+        self._batch_tokens = PASS_TOKENS if self._slides else BATCH_TOKENS  # cells are guarded after every pass
         empty = int(api.llama_state_seq_get_size(self._context, TEMPORARY))
         self.decode([Row(TEMPORARY, 0, [0])])
         self.token_bytes = int(api.llama_state_seq_get_size(self._context, TEMPORARY)) - empty
@@ -119,9 +119,10 @@ class LlamaContext:
         self.key = digest({"kv": options.kv, "flash": flash, "build": build})
 
     def decode(self, rows: Sequence[Row]) -> list[Tensor | None]:
-        """Run tokens of several sequences together, each after everything that its sequence holds.
+        """Run the rows' tokens together, each row after everything that its sequence holds.
 
-        Returns by row the last token's logits, float32 [vocab_size], if they are wanted. Raises EngineError.
+        Returns, for each row, the last token's logits, float32 [vocab_size], or None if they are not wanted. Raises
+        EngineError.
         """
         found: list[Tensor | None] = [None] * len(rows)
         pieces: list[tuple[int, Row]] = []
@@ -161,10 +162,10 @@ class LlamaContext:
                 found[rank] = torch.from_numpy(np.ctypeslib.as_array(logits, (self.vocab_size,)).copy())
             self._guard(piece.sequence, piece.sequence, piece.position, piece.position + len(piece.ids))
 
-    # Sequences. Positions are half open; None: to the last.
+    # Sequences. Positions from `start` to before `stop`; None: to the last.
 
     def join(self, number: int, start: int, stop: int) -> None:
-        """Add the passages held beside a sequence to it."""
+        """Add the tokens at positions [start, stop) that are held beside a sequence to the sequence."""
         self._copy(number + HELD, number, start, stop)
 
     def fork(self, source: int, number: int, length: int) -> None:

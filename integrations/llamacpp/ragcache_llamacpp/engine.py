@@ -47,10 +47,10 @@ WARM_TOKENS = 16
 
 @dataclass(eq=False)
 class Passages:
-    """The passages of a prompt, with the origin of their KV.
+    """The passages of a prompt, and the origin of their KV.
 
     handles, origins: by passage
-    blocks: by the position of the passage's first token
+    blocks: blocks loaded so far, by the position of the passage's first token
     """
 
     handles: list[str]
@@ -129,8 +129,11 @@ class LlamaEngine:
         self.prompts._known = lambda _method, ids: self.lm.sequences.known(ids)
 
     def of(self, salt: str) -> LlamaEngine:
-        """Return the engine for a view of all collections. Raises ConfigError for another view, which would go on from
-        others' prompts, and so tell of them: llama.cpp's sequences have no salt."""
+        """Return the engine for a view of all collections. Raises ConfigError for any other view.
+
+        llama.cpp's sequences have no salt, so answers of such a view would reuse, and thereby reveal, other callers'
+        prompts.
+        """
         if salt:
             raise ConfigError(
                 f"engine {NAME} keeps the prompts of all callers together, so it serves no collections, and no "
@@ -249,7 +252,7 @@ class LlamaEngine:
         read = len(sequence.elements)
 
         def more() -> int:
-            """Take cells for half as many tokens again as the sequence holds, within `most`; return how many."""
+            """Reserve cells for half as many tokens as the sequence holds, within `most`; return how many."""
             used = len(sequence.elements)
             capacity = min(max(ANSWER_TOKENS, used // 2), read + most - used)
             pool.grow(sequence, capacity, request.limit)

@@ -1,4 +1,4 @@
-"""The engine's entry point, which imports llama.cpp at its first use alone."""
+"""The engine's entry point, which imports llama.cpp only when a model is loaded."""
 
 from __future__ import annotations
 

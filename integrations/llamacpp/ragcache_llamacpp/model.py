@@ -35,9 +35,9 @@ CPU_BATCH_TOKENS, CPU_PASS_TOKENS, CPU_ALONE_TOKENS = 512, 64, 512
 GPU_BATCH_TOKENS, GPU_PASS_TOKENS, GPU_ALONE_TOKENS = 2048, 512, 2048
 NO_IDS = torch.empty(0, dtype=torch.int64)
 NO_LOGITS = torch.empty(0)
-MOVED_ROPES = ("default", "linear", "llama3")  # llama.cpp's shift multiplies keys by the factor of YaRN and LongRoPE
+MOVED_ROPES = ("default", "linear", "llama3")  # llama.cpp's shift multiplies keys again by YaRN's and LongRoPE's factor
 EIGHT_BIT_WIDTH = 64  # llama.cpp 0.3.36 crashes where it shifts 8-bit keys of other widths
-NO_ELEMENT = -1  # after the tokens that a sequence is to hold, so that all of them may be known
+NO_ELEMENT = -1  # follows elements of which all may be known: of a prompt, the last element never is
 
 
 class LlamaModel(BlockModel):
@@ -46,7 +46,7 @@ class LlamaModel(BlockModel):
     weights:   digest of the file's content
     moves_keys: whether llama.cpp moves keys exactly, so that states can be read at other positions
     context:   llama.cpp's; only the scheduler's thread calls it
-    sequences: who holds which of its cells
+    sequences: the sequences of the context, and the cells that each holds
     """
 
     def __init__(self, name: str | Path, options: LlamaOptions) -> None:
@@ -139,7 +139,7 @@ class LlamaModel(BlockModel):
     def _states(self, work: Sequence[tuple[int, int, list[int], list[int]]], recipe: Recipe) -> list[KVBlock]:
         """Run the rows and return the states of their chunks, in the model's thread.
 
-        work: by row, a sequence's number and length, the ids before the chunk, and these with the chunk's
+        work: for each row, its sequence's number and length, the ids before the chunk, and these ids with the chunk's
         """
         self.context.decode([Row(number, length, row) for number, length, _, row in work])
         blocks: list[KVBlock] = []
@@ -162,7 +162,7 @@ class LlamaModel(BlockModel):
             yield
 
     def _groups(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Yield the numbers of rows that run together."""
+        """Yield the indices of rows that run together, in order. lengths: tokens of each row"""
         group: list[int] = []
         most = min(self.batch_tokens, self.context.num_cells // 2)
         for rank, length in enumerate(lengths):
@@ -210,7 +210,7 @@ class LlamaModel(BlockModel):
         return self.scheduler.run(ForwardRequest(torch.tensor(ids), positions, as_cache(sequence), True))
 
     def call(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns in the model's thread, between its passes. The caller's limit does not end it."""
+        """Run `work` in the model's thread, between passes, and return its result. The caller's limit has no effect."""
 
         def alone() -> T:
             self._remove_ended()

@@ -11,9 +11,8 @@ NAME = "llama.cpp"
 KV_TYPES = {"f16": 1, "q8_0": 8}
 """Names of KV types, and ggml's numbers for them."""
 NUMBERS, HELD, GUARD = 3, 1, 2
-"""llama.cpp's sequences for a sequence number n: n itself, n + HELD for passages until the text before them has run,
-and n + GUARD, which has all of its cells if layers slide.
-"""
+"""A `CellSequence` of number n has NUMBERS sequences of llama.cpp: n itself, n + HELD for passages until the text
+before them has run, and n + GUARD, which has all of its cells if layers have a sliding window."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ragcache_llamacpp.context import LlamaContext
 from ragcache_llamacpp.model import LlamaModel
 from ragcache_llamacpp.sequences import CellSequence
 
-_RERUN = 4 << 32  # marks elements of tokens in a passage that run again
+_RERUN = 4 << 32  # added to the elements of a passage's tokens that run again
 
 
 class Step(NamedTuple):

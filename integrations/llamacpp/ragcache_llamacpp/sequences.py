@@ -28,15 +28,16 @@ def same(count: int) -> int:
 class CellSequence:
     """A sequence of a context, as the scheduler's requests use it.
 
-    number:   llama.cpp's number of it; see `context.NUMBERS`
-    elements: its tokens, in order, each at its index as position
-    cells:    a name for the cell of each token; copies share it
-    reserved: further cells that it may take
-    is_known: whether its cells are filled, so that others may copy them
-    pins:     copies that are being made of it
+    number:   llama.cpp's number of the sequence; see `options.NUMBERS`
+    undo:     removes the sequence's tokens from an index on
+    elements: its tokens, in order; an element's index is its position
+    cells:    a name for the cell of each token; a copied token has the same cell
+    reserved: number of further cells that it may take
+    is_known: whether its cells are filled, so that other sequences may copy them
+    pins:     number of copies that are being made of it
     keeps:    whether it is kept for later prompts when it ends
-    release:  ends it, if no context manager does
-    generation: of the documents, when it began
+    release:  ends the sequence, if no context manager does
+    generation: the pool's number of invalidations when it began
     """
 
     number: int
@@ -93,23 +94,24 @@ class SequencePool:
 
     @staticmethod
     def numbers(parallel: int) -> range:
-        """Return the numbers of the sequences: for each prompt, and for as many kept ones."""
+        """Return the numbers of the sequences: one for each prompt, and as many for kept sequences."""
         return range(1, 1 + 2 * parallel * NUMBERS, NUMBERS)
 
     def known(self, elements: Sequence[int], usable: Callable[[int], int] = same) -> int:
-        """Return how many of the first elements some sequence holds and a prompt can use, at most all but the last."""
+        """Return how many of the first elements a prompt can copy from a sequence, at most all but the last."""
         with self._changed:
             return self._best(elements, usable)[1]
 
     def acquire(
         self, elements: Sequence[int], usable: Callable[[int], int], lengths: Sequence[int], limit: Limit
     ) -> tuple[list[CellSequence], CellSequence | None]:
-        """Wait for a sequence and its cells for each length, and return them with the sequence to copy from, or None.
+        """Wait until there are a sequence and cells for each length, and return the sequences and their base or None.
 
-        The first elements that a sequence holds already are those of the new sequences; `begin` must be called once
+        The base is the sequence to copy the first elements from. The new sequences list them already; call `begin` once
         they were copied.
 
-        lengths: tokens of each sequence in the end, with those that it copies
+        usable:  the number of first elements that can be used, given the number that a sequence holds
+        lengths: most tokens of each sequence, those that are copied included
 
         Raises AnswerTooLargeError if there can never be as many cells, and the errors of `limit`.
         """
@@ -197,7 +199,7 @@ class SequencePool:
             self._changed.notify_all()
 
     def forget(self) -> None:
-        """Drop all kept sequences. Those in use are not copied any more, and not kept."""
+        """Drop all kept sequences. Sequences in use are neither copied from now on nor kept later."""
         with self._changed:
             self._generation += 1
             kept, self._kept = self._kept, []
@@ -256,7 +258,7 @@ def _num_cells(sequences: Iterable[CellSequence]) -> int:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many first elements are the same."""
+    """Return the number of first elements that both have in common."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""Tiny GGUF files of three families, and a store over one of them."""
+"""Tiny GGUF files of three families, and stores over them."""
 
 from pathlib import Path
 
@@ -71,7 +71,7 @@ def files(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture
 def open_llama(tmp_path, files):
-    """Opens a store whose model llama.cpp runs, with three documents."""
+    """Return a function that opens a store with three documents, whose model llama.cpp runs."""
     pytest.importorskip("llama_cpp", reason="engine llama.cpp needs llama-cpp-python, which is built from source")
     opened = []
 

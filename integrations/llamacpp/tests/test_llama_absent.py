@@ -1,4 +1,4 @@
-"""What is said without llama-cpp-python, which is built from source and so is not everywhere."""
+"""Messages without llama-cpp-python, which is built from source and so is often not installed."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A store whose model llama.cpp runs: answers, blocks, askers, and what is refused."""
+"""A store whose model llama.cpp runs: answers, blocks, concurrent askers, and refusals."""
 
 import json
 import threading
@@ -44,7 +44,7 @@ def test_a_recipe_of_company_is_the_default(open_llama):
 
 
 def test_link_tokens_of_the_vocabulary_run_between_passages(open_llama, files):
-    """As the embedded engine reads the same weights; a converted file states its link tokens by their names alone."""
+    """The embedded engine reads the same weights in the same way; a converted file has its link tokens only by name."""
     kb = open_llama(model=files["linked"])
     assert kb.ask(QUESTION, k=2, sampling=SHORT).method == "link"
     lm = rc.load_lm(str(files["linked"]), dtype="float32")
@@ -241,7 +241,7 @@ def test_a_prompt_that_no_context_holds_is_refused(open_llama):
 
 
 def test_the_engine_is_the_oracle_of_its_own_logprobs(open_llama):
-    """Greedy tokens are those of the highest log-probability."""
+    """Greedy tokens have the highest log-probability."""
     kb = open_llama(method="full")
     answer = kb.ask(QUESTION, k=1, sampling=rc.Sampling(max_tokens=4, logprobs=3))
     for token in answer.logprobs:

@@ -1,4 +1,4 @@
-"""Prompts read from states equal the same prompts evaluated in place by llama.cpp's own functions alone."""
+"""Prompts read from states equal the same prompts evaluated in place, by llama.cpp's own functions alone."""
 
 import os
 from itertools import chain
@@ -59,7 +59,9 @@ class Oracle:
         return torch.from_numpy(found)
 
     def in_place(self, prefix, passages, question, before=()):
-        """Logits behind passages that see themselves and `before`, which is cut off, at their final positions."""
+        """Return the logits after passages that see themselves and `before`, which is then removed, at their final
+        positions.
+        """
         llama_cpp.llama_memory_clear(self.memory, True)
         self.run(prefix, 0)
         at = len(prefix)
@@ -98,7 +100,7 @@ def texts(lm, seed, count=PASSAGES, tokens=TOKENS):
 
 
 def read(lm, method, prefix, passages, question, recipe="isolated"):
-    """Logits behind a prompt read from states that `encode` made."""
+    """Return the logits after a prompt that is read from states made by `encode`."""
     made, recipe = get_method(method[0], **method[1]), lm.recipe(recipe)
     layout = made.layout(lm, Prompt(prefix, passages, question).parts, recipe)
     blocks = lm.encode(passages, recipe, prefix) if made.reuses_blocks else []

@@ -1,4 +1,4 @@
-"""The command mcp: the store's tools for an MCP client that starts it."""
+"""`ragcache mcp`: the store's tools for an MCP client that starts the command."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def mcp(
 ) -> None:
     """Serve the store's tools to an MCP client over standard input and output: search, ask, add, delete.
 
-    The client starts this command itself and ends it by closing its input. Answer options are defaults for calls that
-    do not say otherwise. A store that is not there is made. `ragcache serve` has the same tools at /mcp.
+    The client starts this command itself and ends it by closing its input. Answer options are defaults, which a call
+    may override. A store that does not exist is made. `ragcache serve` has the same tools at /mcp.
     """
     check_installed()
     if not timeout_s > 0:

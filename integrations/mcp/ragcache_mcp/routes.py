@@ -27,8 +27,9 @@ async def _running(app: FastAPI) -> AsyncIterator[None]:
     service: Service = app.state.service
     tools = ServedTools(service.kb, service.settings.answers.call_options())
     server = build(tools, writes=not service.kb.config.read_only)
-    # Calls are independent: no session is kept, and a client that hangs up ends only its own call.
-    checked = TransportSecuritySettings(enable_dns_rebinding_protection=False)  # the server does it, as for every route
+    # Calls are independent: no session is kept, and a client that hangs up ends only its own call. The server itself
+    # checks hosts for all routes.
+    checked = TransportSecuritySettings(enable_dns_rebinding_protection=False)
     server.streamable_http_app(stateless_http=True, transport_security=checked)
     async with server.session_manager.run():
         app.state.mcp = server.session_manager

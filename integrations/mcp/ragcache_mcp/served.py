@@ -15,10 +15,12 @@ from ragcache_mcp.tools import Tools
 
 T = TypeVar("T")
 SEEN: ContextVar[Service] = ContextVar("ragcache_mcp")
-"""The service as the request sees it that calls a tool."""
+"""The service as it is visible to the request that calls a tool."""
 
 
 class ServedTools(Tools):
+    """The tools over the service in `SEEN`."""
+
     @property
     def service(self) -> Service:
         return SEEN.get()

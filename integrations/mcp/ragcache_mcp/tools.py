@@ -47,7 +47,7 @@ TokenCount = Annotated[int, Field(ge=1, description="Longest answer, in tokens; 
 
 
 class Passage(BaseModel):
-    """score: inner product of question and passage. place: in its document, such as "p. 3"; empty if unknown"""
+    """A passage. score: inner product with the question. place: in its document, such as "p. 3"; empty if unknown"""
 
     text: str
     title: str
@@ -62,7 +62,7 @@ class Found(BaseModel):
 
 
 class Answered(BaseModel):
-    """is_cut: the answer reached its longest length"""
+    """An answer. is_cut: whether it ended at the limit on its length"""
 
     answer: str
     sources: list[Passage]
@@ -92,7 +92,7 @@ class Added(BaseModel):
 
 
 class Deleted(BaseModel):
-    """unknown: ids that no document had"""
+    """The ids that were deleted. unknown: ids that no document had"""
 
     deleted: list[str]
     unknown: list[str]
@@ -128,7 +128,7 @@ class Tools:
         filter: MetadataFilter | None = None,
         max_tokens: TokenCount | None = None,
     ) -> Answered:
-        """Answer a question from the library. The answer is a local model's; `sources` are what it read."""
+        """Answer a question from the library by a local model. `sources` are the passages that it read."""
         options = self._options(k, filter)
         if max_tokens is not None:
             options["sampling"] = replace(options["sampling"], max_tokens=max_tokens)
@@ -140,7 +140,7 @@ class Tools:
     async def add(
         self, documents: Annotated[list[NewDocument], Field(min_length=1, max_length=MOST_DOCUMENTS)]
     ) -> Added:
-        """Store texts. A document whose id is there already is replaced. What cannot be stored is in `failed`."""
+        """Store texts. A document with an id that exists is replaced. Texts that cannot be stored are in `failed`."""
         given = [Document(one.id, one.text, one.metadata, one.title, one.source) for one in documents]
         async with self._told():
             report = await self.added(given)
@@ -175,7 +175,7 @@ class Tools:
         return self.kb
 
     def tell(self, error: Exception) -> str:
-        """Return the text of an error."""
+        """Return an error's text for the client."""
         return str(error)
 
     def _options(self, k: int | None, filter: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The tools for MCP clients, by the official client: /mcp of the server, and `ragcache mcp` over standard streams."""
+"""The tools for MCP clients by the official client: /mcp of the server, and `ragcache mcp` over standard streams."""
 
 import asyncio
 import os
@@ -76,7 +76,7 @@ async def test_arguments_that_there_are_not_are_refused_by_name(served, kb):
 
 
 async def test_its_work_is_among_the_servers_figures(served):
-    """Documents are counted at once, answers as those of all routes."""
+    """Documents are counted at once, and answers like those of all routes."""
     figures = lambda: served.http.get("/v1/store").json()["documents"]  # noqa: E731
     before = figures()
     async with Client(f"{served.url}/mcp") as client:

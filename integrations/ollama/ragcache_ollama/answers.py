@@ -81,7 +81,7 @@ def loaded(request: Request, asked: bodies.AnswerRequest, **empty: Any) -> Respo
 
 class Lines(EventStream):
     media_type = NDJSON
-    heartbeat = b""  # such a stream has no comments
+    heartbeat = b""  # lines of JSON cannot hold comments
 
 
 @dataclass

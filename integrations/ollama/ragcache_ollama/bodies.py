@@ -47,8 +47,8 @@ NoContext = Annotated[list[JsonValue] | None, AfterValidator(_no_context)]
 
 
 class Options(RequestModel):
-    """num_predict: the longest answer, in tokens; 0 and below: until it ends. seed: -1 means no seed. The last fields,
-    which LangChain and LlamaIndex have, are about loading a model, which is loaded already."""
+    """Options of an answer. num_predict: most tokens of the answer; 0 and below: until it ends. seed: -1 means no seed.
+    The last three fields are sent by LangChain and LlamaIndex and have no effect: the model is loaded already."""
 
     num_predict: Annotated[int, Field(ge=-2, le=2**31 - 1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -85,10 +85,10 @@ class Options(RequestModel):
 
 
 class AnswerRequest(RequestModel):
-    """What both ways to ask have.
+    """Fields of both kinds of requests for an answer.
 
     think: whether, or how much, the model thinks before it answers
-    format: "json", or a schema that the answer holds to
+    format: "json", or a schema that the answer matches
     ragcache: as in the server's own API
     """
 
@@ -152,7 +152,7 @@ class Call(LooseModel):
 
 
 class Turn(LooseModel):
-    """A message. tool_name, tool_call_id: of the call whose result a message of role `tool` holds"""
+    """A message. tool_name, tool_call_id: the call whose result a message of role `tool` holds"""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: Text | None = None
@@ -172,10 +172,10 @@ class OllamaChatRequest(AnswerRequest):
 
 
 def messages_of(turns: Sequence[Turn]) -> list[chat_types.Message]:
-    """Return the turns in OpenAI's form, in which a result names its call: here the first unanswered call of its
-    function.
+    """Return the turns in OpenAI's form, in which each result has the id of its call.
 
-    Raises ApiError for a result without a call.
+    A result without an id belongs to the first unanswered call of its function. Raises ApiError for a result without a
+    call.
     """
     found: list[chat_types.Message] = []
     waiting: list[chat_types.Called] = []
@@ -207,7 +207,7 @@ def _answers(turn: Turn, call: chat_types.Called) -> bool:
 
 
 class GenerateRequest(AnswerRequest):
-    """raw: the prompt as it stands, without template and passages. The last four may stand where they ask nothing."""
+    """A prompt. raw: read the prompt as it is, without template and passages. The last four fields must be empty."""
 
     prompt: Text | None = None
     system: Text | None = None
@@ -229,7 +229,7 @@ class GenerateRequest(AnswerRequest):
 
 
 class EmbedRequest(RequestModel):
-    """truncate: whether a text that is too long is embedded in windows; else it is refused"""
+    """Texts to embed. truncate: whether a text that is too long is embedded in windows; if false, it is refused"""
 
     model: Name
     input: Annotated[
@@ -243,7 +243,7 @@ class EmbedRequest(RequestModel):
 
 
 class ShowRequest(RequestModel):
-    """name: what older clients call the model"""
+    """A model to show. name: the field of older clients for `model`"""
 
     model: Name | None = None
     name: Name | None = None
@@ -273,7 +273,7 @@ class AnswerTurn(AnswerModel):
 
 class Part(AnswerModel):
     """An answer, or one line of its stream. Chats have `message`, prompts `response` and `thinking`. The last line has
-    what is counted: tokens, and times in nanoseconds."""
+    the counts of tokens, and times in nanoseconds."""
 
     model: str
     created_at: str
@@ -310,7 +310,7 @@ class Details(AnswerModel):
 
 
 class ModelEntry(AnswerModel):
-    """size: bytes of the weights in memory; 0 where that is not known. The last three are those of a loaded model."""
+    """A model. size: bytes of the weights in memory; 0 if unknown. Only a loaded model has the last three fields."""
 
     name: str
     model: str

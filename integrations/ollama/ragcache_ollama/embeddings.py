@@ -33,7 +33,7 @@ async def embedded(request: Request, asked: EmbedRequest) -> tuple[list[list[flo
     """Return the vectors of the texts, and the number of tokens read. Raises ApiError."""
     service = service_of(request)
     name = served_name(service, asked.model)
-    if not asked.input:  # Ollama loads the model
+    if not asked.input:  # by such a request Ollama loads the model
         service.check_model(name, service.embedding_model)
         return [], 0
     # An empty text gets the vector of a blank, since embedders take no empty text.

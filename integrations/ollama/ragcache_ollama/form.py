@@ -34,7 +34,7 @@ class AnyTypeRoute(JsonRoute):
 
 
 failures = partial(errors, model=OllamaError)
-"""Return the `responses` of a route for its errors, in Ollama's form."""
+"""Returns the `responses` of a route for errors with these status codes, in Ollama's form."""
 
 
 def lines(model: type[BaseModel], description: str) -> dict[str, Any]:

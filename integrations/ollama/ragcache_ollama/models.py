@@ -16,7 +16,7 @@ from ragcache_ollama.bodies import Details, ModelEntries, ModelEntry, Shown, Sho
 from ragcache_ollama.form import LATEST, AnyTypeRoute, failures, served_name
 
 API_VERSION = "0.12.11"
-"""The version of Ollama's API that is served: clients read it to learn what they may send."""
+"""The version of Ollama's API that is served: clients read it to learn which requests they may send."""
 
 
 NEVER = "9999-12-31T23:59:59Z"

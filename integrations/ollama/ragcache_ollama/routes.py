@@ -14,7 +14,7 @@ for module in (answers, embeddings, models):
 
 
 async def heartbeat() -> PlainTextResponse:
-    """Say that the server runs, in the words by which Ollama's programs know it."""
+    """Report that the server runs, in the words that Ollama's programs expect."""
     return PlainTextResponse("Ollama is running")
 
 

@@ -1,4 +1,4 @@
-"""Ollama's routes through its official client, whose own types parse every answer; the engine says what is right."""
+"""Ollama's routes through its official client, whose types parse every answer; the engine is the oracle."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ def client(connect, served: Served) -> ollama.Client:
 
 @pytest.fixture
 def converse(agent: Served, connect):
-    """Asks the agent without passages."""
+    """Return a function that asks the agent without passages."""
     client, name = connect(agent), f"{agent.service.chat_model}:plain"
     return lambda messages=ASKED, **more: client.chat(name, messages, **{"options": {"num_predict": 300}, **more})
 
@@ -80,7 +80,7 @@ def test_a_prompt_is_a_question_unless_it_is_raw(client, kb):
 
 
 def test_lines_and_sources_are_json(served, kb):
-    """Bodies that `curl -d` sends, without a content type of JSON; a stream unless told otherwise."""
+    """Bodies are as `curl -d` sends them, without a content type of JSON; answers are streams by default."""
     body = json.dumps({"model": "tiny", "messages": ASKED, "options": SHORT, "ragcache": {"k": 2}})
     form = {"Content-Type": "application/x-www-form-urlencoded"}
     response = served.http.post("/api/chat", content=body, headers=form)
@@ -125,7 +125,7 @@ def test_an_answer_without_a_limit_ends_by_itself(agent, connect, monkeypatch, l
 
 
 def test_the_servers_defaults_give_way_to_none(serve, connect, kb, monkeypatch):
-    """num_predict of -1 is no longest answer, seed of -1 no seed, whatever the server says for others."""
+    """A num_predict of -1 means no limit and a seed of -1 no seed, whatever the server's defaults are."""
     asked, chat = [], kb.astream_chat
 
     def record(messages, **options):
@@ -382,6 +382,6 @@ def test_a_client_that_hangs_up_frees_its_slot(serve, connect):
     with pytest.raises(httpx.ReadTimeout):
         impatient.chat("tiny", ASKED, options={"num_predict": 4000})
     wait_for(lambda: served.service.slots.in_use == 0)
-    assert 'ragcache_tokens_total{kind="completion"}' not in served.http.get("/metrics").text  # none came to its end
+    assert 'ragcache_tokens_total{kind="completion"}' not in served.http.get("/metrics").text  # no answer was completed
     client.chat("tiny", ASKED, options=SHORT)
     assert 'ragcache_tokens_total{kind="completion"} 8.0' in served.http.get("/metrics").text

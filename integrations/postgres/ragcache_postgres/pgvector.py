@@ -24,7 +24,7 @@ from ragcache.store.schema import PREFIX, chunks, counters, has_windows, windows
 EXTENSION = "vector"
 TABLE = PREFIX + "vectors"
 GRAPH = TABLE + "_hnsw"
-FILLED = "pgvector"  # counter: searched vectors up to this id were copied to the table
+FILLED = "pgvector"  # name of a counter: vectors up to this id were copied to the table
 BATCH = 1000
 # Limits of pgvector: the dimension that HNSW indexes, and the number of candidates that its search keeps.
 MOST_GRAPH_DIMENSION, MOST_EF_SEARCH = 2000, 1000
@@ -83,9 +83,7 @@ class PgVectorIndex:
             return sum(int(count or 0) for count in counts)
 
     def follow(self, _documents: DocumentStore) -> None:
-        """Copy the vectors of chunks stored since the tables were last filled; a read-only process leaves that to
-        others.
-        """
+        """Copy the vectors of chunks that were stored since the tables were last filled; do nothing if read-only."""
         for part in self._parts:
             filled = 0 if self._db.read_only else BATCH
             while filled == BATCH:
@@ -105,8 +103,9 @@ class PgVectorIndex:
         """Do nothing: changes are in the database when their method returns."""
 
     def find(self, documents: DocumentStore, vector: Vectors, k: int, where: Filter | None) -> SearchResult:
-        """Return the k ids with the largest inner products among vectors of chunks that pass the filter, or fewer if
-        there are fewer.
+        """Return the k ids with the largest inner products among the chunks that pass the filter, and these products.
+
+        There are fewer if fewer chunks pass.
 
         Raises ConfigError when k < 1 or the vector does not fit.
         """
@@ -198,7 +197,12 @@ class PgVectorIndex:
 
 
 class _Part(NamedTuple):
-    """A table, and the rows of its source whose vectors it holds. filled: name of its counter"""
+    """A table of vectors.
+
+    source:   the table that its vectors are copied from
+    searched: condition on the rows of `source` whose vectors it holds
+    filled:   name of its counter; see FILLED
+    """
 
     table: sa.Table
     source: sa.Table
@@ -207,10 +211,10 @@ class _Part(NamedTuple):
 
 
 def _fill(connection: sa.Connection, part: _Part) -> int:
-    """Copy some vectors, and return how many.
+    """Copy up to BATCH vectors, and return their number.
 
-    Ids rise from commit to commit, so nothing is ever missing below the counter. Processes take turns at it, and rows
-    are locked against deletion until their vectors are copied.
+    Ids rise from commit to commit, so no vector is ever missing below the counter. The counter's row is locked, so
+    processes take turns, and source rows are locked against deletion until their vectors are copied.
     """
     counter, id = sa.update(counters).where(counters.c.name == part.filled), part.source.c.vector_id
     last = int(connection.scalar(counter.values(value=counters.c.value).returning(counters.c.value)) or 0)

@@ -1,4 +1,4 @@
-"""pgvector on a real server, beyond what every kind does (test_retriever.py)."""
+"""pgvector on a real server, beyond the tests of every kind of index (test_retriever.py)."""
 
 import os
 
@@ -133,7 +133,7 @@ def test_a_server_without_the_extension_is_refused(documents, monkeypatch):
 
 
 def test_a_role_that_may_not_create_the_extension_is_told_who_may(url):
-    """In a database of its own: there the extension is not created yet."""
+    """The test has its own database, in which the extension is not created yet."""
     with administrator() as connection:
         connection.execute(text("CREATE ROLE plain LOGIN PASSWORD 'secret'"))
         connection.execute(text("CREATE DATABASE plain OWNER plain"))

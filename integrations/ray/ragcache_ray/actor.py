@@ -26,13 +26,15 @@ from ragcache.models.load import load_lm
 from ragcache.retrieval.embedder_types import Embedder
 from ragcache.store.kv_store import KVStore
 
-# Records are sent in parts of about so many characters.
+# Records are sent in parts of about this many characters.
 PART_CHARS = 1 << 20
 
 
 class Item(NamedTuple):
-    """An input for an actor. source: None if nothing is to be done. known: content hashes of documents that need
-    not be cut
+    """An input for an actor.
+
+    source: None if there is nothing to do
+    known:  content hashes of documents that need not be cut, as the store has them
     """
 
     source: Source | None
@@ -52,7 +54,7 @@ class ReadRecords:
 
 
 class Computed(NamedTuple):
-    """The result of a job, without KV, which the actor writes to the store. said: progress, in order"""
+    """The result of a job, without the KV, which the actor writes to the store. said: steps of progress, in order"""
 
     vectors: list[Vectors]
     report: IngestReport
@@ -104,7 +106,7 @@ class Actor:
     """Reads in one thread and computes in another. An actor that was restarted after it died continues its work."""
 
     def __init__(self, setup: bytes) -> None:
-        """setup: a pickled Setup"""
+        """Make an actor; `load` or its first work builds the worker. setup: a pickled `Setup`"""
         self._setup = setup
         self._worker: Worker | None = None
         self._building = threading.Lock()
@@ -121,7 +123,7 @@ class Actor:
         self._ready()
 
     def read(self, batch: int, items: Sequence[Item], start: int) -> ReadRecords:
-        """Return records of a batch, beginning with number `start`, as many as are sent together."""
+        """Return the next part of a batch's records, from number `start` on."""
         if (self._batch, self._sent) != (batch, start):
             self._records, self._batch = self._read(self._ready(), items), batch
             next(islice(self._records, start, start), None)  # skips records that an actor sent before it died

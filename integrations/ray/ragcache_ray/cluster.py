@@ -36,10 +36,10 @@ from ragcache_ray.actor import Actor, Computed, Item, ReadRecords, Setup
 # Seconds within which a cluster has to answer, and for which an actor may wait for a node with room.
 ANSWER_S = 60.0
 START_S = 300.0
-# Files in a batch, which is read by a single actor; windows of documents for each actor: one at work and one waiting.
+# Files in a batch, which a single actor reads, and windows of documents that an actor has: one at work, one waiting.
 BATCH_FILES = 16
 WINDOWS = 2
-# Number of times that an actor that died is restarted, and repeats its work.
+# Number of times that a dead actor is restarted and repeats its work.
 RETRIES = 3
 # Object store of a local Ray: text and vectors pass through it.
 OBJECT_BYTES = 512 << 20
@@ -71,7 +71,7 @@ class RayConfig:
 
     @classmethod
     def of(cls, given: Self | str | bool | None) -> Self | None:
-        """Return the configuration for an option. True: a local Ray; text: an address; None and False: none"""
+        """Return the configuration that an option states: a local Ray for True, an address for a text, else None."""
         if isinstance(given, cls | None):
             return given
         return cls(given) if isinstance(given, str) else cls() if given else None
@@ -85,7 +85,7 @@ class Cluster:
     """A Ray cluster for ingestions. Each ingestion connects to it and disconnects at its end."""
 
     def __init__(self, config: RayConfig, open_kv: Callable[[], KVStore]) -> None:
-        """open_kv: opens the store's KV in an actor; it is pickled"""
+        """Make a cluster, without connecting to it. open_kv: opens the store's KV in an actor; it is pickled"""
         self.config = config
         self._open_kv = open_kv
 
@@ -159,8 +159,8 @@ class _Begun(NamedTuple):
 
 
 class _WorkThere:
-    """Work of actors. A block that is being computed for an earlier window is not computed again: it is stored
-    before the later window is committed.
+    """The work of an ingestion on actors. A block that is being computed for an earlier window is not computed again:
+    it is stored before the later window is committed.
     """
 
     def __init__(self, ray: ModuleType, actors: Sequence[Any], worker: Worker, report: IngestReport, say: Say) -> None:
@@ -191,8 +191,8 @@ class _WorkThere:
             yield of_source(rank, source)
 
     def _item(self, source: Source, known: frozenset[str]) -> Item:
-        """Return the item for a source. A given document is sent without its metadata, which need not be JSON: this
-        process has it.
+        """Return the item for a source. A document that was given is sent without its metadata: this process keeps
+        them, and they need not be JSON.
         """
         if not isinstance(source, Document):
             return Item(source, known)
@@ -234,7 +234,7 @@ class _WorkThere:
         return bool(self._begun) and bool(self._ray.wait([self._begun[0].computed], timeout=0)[0])
 
     def _left_over(self, job: EncodeJob) -> EncodeJob:
-        """Return the job without the blocks that earlier jobs compute."""
+        """Return the job without the blocks that earlier jobs compute, which are reported as reused."""
         begun = {key for one in self._begun for key in one.job.wanted}
         left = {key: ids for key, ids in job.wanted.items() if key not in begun}
         self._report.reused_blocks += len(job.wanted) - len(left)
@@ -286,8 +286,8 @@ class _Batch:
 
 
 def _get(ray: ModuleType, reference: Any, until: float | None = None) -> Any:
-    """Return an actor's result. Raises the actor's error, ClusterError if it is lost or not there in time, and
-    CancelledError and TimedOutError by LIMIT.
+    """Return an actor's result. Raises the actor's own error, ClusterError if the actor is lost or there is no result
+    at the time `until`, and CancelledError and TimedOutError by LIMIT.
     """
     while not ray.wait([reference], timeout=POLL_S)[0]:
         LIMIT.get().check()

@@ -1,3 +1,3 @@
-"""The model that ingestion's own tests use."""
+"""The model that the tests of ingestion use."""
 
 from tests.ingest.conftest import lm_directory, tokenizer  # noqa: F401

@@ -1,4 +1,4 @@
-"""Ingestion on a local Ray: the store is the one that the local pipeline makes, whatever dies meanwhile."""
+"""Ingestion on a local Ray makes the same store as the local pipeline, also if processes die."""
 
 import contextlib
 import importlib
@@ -39,7 +39,7 @@ def text_of(town: str, sentences: int = 5) -> str:
 
 @pytest.fixture(scope="module")
 def local_ray():
-    """One Ray for all of these tests; each of its processes finds the test's helpers where this one does."""
+    """Start a Ray for all of these tests, whose processes can import the test's modules."""
     ray = pytest.importorskip("ray")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
@@ -55,7 +55,7 @@ def local_ray():
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
-    """Folders, records, repeated texts, what cannot be read, and what the model cannot take."""
+    """Return folders, records, repeated texts, unreadable files, and texts that the model cannot take."""
     path = tmp_path_factory.mktemp("corpus")
     for number in range(24):
         (path / f"town{number:02}.md").write_text(text_of(f"Town{number % 17}", 1 + number % 5))
@@ -68,7 +68,7 @@ def corpus(tmp_path_factory) -> Path:
 
 
 def rows(root: Path) -> dict[str, list[tuple]]:
-    """Documents and chunks as SQLite holds them, without what counts and dates rows."""
+    """Return documents and chunks as SQLite holds them, without counters and dates."""
     with sqlite3.connect(root / "store.sqlite3") as connection:
         found = {}
         for table in (PREFIX + "documents", PREFIX + "chunks"):
@@ -88,7 +88,10 @@ def facts(report) -> dict:
 
 
 def assert_same(here: Kit, there: Kit, *, same_batches: bool = True) -> None:
-    """same_batches: no window was computed in two parts: then blocks are the same bit for bit, else nearly."""
+    """Assert that two stores are equal.
+
+    same_batches: whether no window was computed in two parts: then blocks are equal bit for bit, otherwise nearly
+    """
     ours, theirs = rows(here.layout.root), rows(there.layout.root)
     assert ours == theirs
     assert len(ours[PREFIX + "chunks"]) > 50
@@ -145,7 +148,7 @@ def test_options_of_an_ingestion_hold_in_the_actors(tmp_path, lm, corpus):
 
 
 def living_actors() -> list[int]:
-    """Process ids of the actors of this process's Ray: children of its raylet, which Ray names."""
+    """Return the process ids of this process's Ray actors: children of its raylet with an actor's name."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -299,8 +302,9 @@ def test_what_is_no_address(address):
 
 
 def kill_and_finish(tmp_path: Path, lm, lm_directory: Path, times: int) -> list[int]:
-    """Kill ingestions and their actors at random moments; a rerun finishes each and encodes nothing that was stored.
-    Returns how many documents each kill left."""
+    """Kill ingestions and their actors at random moments, and finish each by a rerun that encodes nothing that was
+    stored. Returns the number of documents that each kill left.
+    """
     rng, left = random.Random(5), []
     with Kit(tmp_path / "here", lm) as here:
         whole = here.ingestor.ingest(killed.towns())
@@ -327,7 +331,7 @@ def kill_and_finish(tmp_path: Path, lm, lm_directory: Path, times: int) -> list[
 
 
 def kill(root: Path, lm_directory: Path, started: Path, after_s: float | None) -> float:
-    """Ingest in a process that is killed, with its actors, so long after they began. Returns how long it ran then."""
+    """Ingest in a process that is killed, with its actors, this long after they began. Returns how long it ran."""
     address = importlib.import_module("ray").get_runtime_context().gcs_address
     child = CONTEXT.Process(target=killed.ingest_on_ray, args=(str(root), str(lm_directory), address, str(started)))
     child.start()

@@ -18,10 +18,12 @@ from ragcache_eval.settings import check_setting
 
 @dataclass(frozen=True)
 class RegistrySettings:
-    """kind:      "plain", or "leaning": a passage makes sense only with the passage before it
-    hops:      passages to be read together, 1 or 2
-    passages:  in a context; several for one cell each: 3/8/16
-    positions: where the gold passage goes, one cell each: 0/3/7; empty: anywhere (single-hop only)
+    """Settings of `registry_cases`.
+
+    kind:      "plain", or "leaning": a passage makes sense only with the passage before it
+    hops:      passages that the answer needs, 1 or 2
+    passages:  passages in a context; several numbers (3/8/16) make a cell each
+    positions: positions of the gold passage (0/3/7), with a cell each; (): anywhere. Plain single-hop questions only
     """
 
     kind: str = "plain"
@@ -68,8 +70,12 @@ def _cases(settings: RegistrySettings, passages: int, count: int) -> list[Case]:
 
 @dataclass(frozen=True)
 class PagesSettings:
-    """kind: one of PAGE_KINDS; passages: pages in a context, several for one cell each: 8/16; asked: questions of a
-    context, at most."""
+    """Settings of `pages_cases`.
+
+    kind:     one of PAGE_KINDS
+    passages: pages in a context; several numbers (8/16) make a cell each
+    asked:    most questions over the same context
+    """
 
     kind: str = "single"
     passages: tuple[int, ...] = (8,)

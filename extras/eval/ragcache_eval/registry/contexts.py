@@ -14,7 +14,7 @@ from ragcache_eval.registry.world import RELATIONS, Entity, World, draw_world
 
 KINDS = ("plain", "leaning")
 WORLD_SIZE = 40
-WORLD_A_PASSAGE = 6
+WORLD_A_PASSAGE = 6  # entities drawn for each passage, so that enough of them are of the same kind
 
 
 class TextCase(NamedTuple):
@@ -58,7 +58,11 @@ def draw_texts(
 
 
 class Leaning(NamedTuple):
-    """A context of documents cut in two: passages in order, questions about second parts, and about the others."""
+    """A context of documents cut in two.
+
+    questions: about statements of second parts
+    plain:     about statements of first parts and whole documents
+    """
 
     passages: list[Article]
     questions: list[Question]
@@ -68,9 +72,9 @@ class Leaning(NamedTuple):
 def draw_leaning(
     rng: random.Random, passages: int, entities: DataSplit = DataSplit.TRAIN, wordings: DataSplit = DataSplit.TRAIN
 ) -> Leaning:
-    """Cut documents of like entities in two; parts stay adjacent, and an odd number of passages has a whole document.
+    """Draw documents and cut each into two adjacent passages; a document stays whole if `passages` is odd.
 
-    All entities have the same kind, so that only the place of a second part shows whose it is.
+    All entities have the same kind, so that only the place of a second part shows which entity it is about.
     """
     world = draw_world(rng, entities, passages * WORLD_A_PASSAGE)
     kinds = [kind for kind in RELATIONS if len(_of_kind(world, kind)) >= (passages + 1) // 2]

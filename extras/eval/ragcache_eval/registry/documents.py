@@ -27,7 +27,7 @@ class Article(NamedTuple):
 def write_document(
     rng: random.Random, entity: Entity, *, complete: bool = False, wordings: DataSplit = DataSplit.TRAIN
 ) -> Article:
-    """Write `entity` down in words that `rng` chooses; `complete` states every fact and mention."""
+    """Return a passage about `entity` in words that `rng` draws. With `complete` it states every fact and mention."""
     relations = list(RELATIONS[entity.kind])
     rng.shuffle(relations)
     if not complete and len(relations) > 1 and rng.random() < 0.2:
@@ -47,9 +47,9 @@ def write_document(
 def write_in_two(
     rng: random.Random, entity: Entity, last: str | None = None, wordings: DataSplit = DataSplit.TRAIN
 ) -> tuple[Article, Article]:
-    """Write `entity` down and cut the text in mid-sentence, as chunks of a fixed length are cut.
+    """Return a text about `entity`, cut into two passages in mid-sentence, as chunks of a fixed length are cut.
 
-    The first passage ends in the name, the second begins with a statement about it: only together do they state it.
+    The first passage ends with the name, and the second begins with a statement about it: neither states it alone.
     last: the relation that the cut sentence states; None: any
     """
     relations = list(RELATIONS[entity.kind])
@@ -78,7 +78,7 @@ def _title(entity: Entity, mentions: list[str]) -> str:
 
 
 def _fact_sentences(rng: random.Random, entity: Entity, relations: list[str], wordings: DataSplit) -> list[str]:
-    """State each fact in a sentence. The first sentence has the full name, later ones may have only the surname."""
+    """Return a sentence for each fact. The first sentence has the full name, later ones may have only the surname."""
     sentences: list[str] = []
     for relation in relations:
         subject, predicate = _subject_and_predicate(rng, entity, relation, is_first=not sentences, wordings=wordings)
@@ -95,7 +95,7 @@ def _subject_and_predicate(
 
 
 def predicate_of(rng: random.Random, relation: str, value: str, wordings: DataSplit) -> str:
-    """Say that something has this value, without saying what has it."""
+    """Return the predicate of a sentence that states `value`, in words that `rng` draws; its subject is left out."""
     templates = wording.PREDICATES if wordings is DataSplit.TRAIN else wording.HELD_OUT_PREDICATES
     return with_article(rng.choice(templates[relation]).format(v=value))
 

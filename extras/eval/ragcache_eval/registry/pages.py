@@ -3,8 +3,8 @@
 A page is a passage of several articles, 150 to 300 tokens of the bundled models. Beside its articles it may hold
 
     a split      an article's last sentence, cut after its subject; the next page begins with the rest
-    a heading    the last line of a page; statements of the next page about "she", "he" or "it", at its head after some
-                 remarks or at its end after only remarks, are about the name in that heading
+    a heading    a name as the last line of a page; the next page has a statement about "she", "he" or "it", which means
+                 this name. The statement is at the head of its page, or follows remarks in its middle or at its end
     a correction of a statement that an article on another page makes
 
 All leaning sentences of a context state the same relation of entities of the same kind, so that only their place shows
@@ -32,13 +32,13 @@ PLACES = ("head", "middle", "end")
 ARTICLES = (5, 7)
 """Articles of a page, at least and at most."""
 SPLIT_SHARE = 0.5
-"""Of what leans at a head; the rest hangs on a heading."""
+"""Share of the leaning sentences at a page's head that are splits; the others refer to a heading."""
 REMARKS_AN_ARTICLE = 3
-"""Remarks that are about as long as an article."""
+"""Number of remarks that are together about as long as an article."""
 SPARE = 6
-"""Entities of a world that no page is about."""
+"""Number of entities that no page is about: unanswerable questions ask about them."""
 OWN_RELATIONS = {"person": ("profession", "born"), "town": ("founded", "product")}
-"""Relations that no other entity's article gives away: those that are corrected, or asked in vain."""
+"""Relations whose value no other entity's article gives away. Corrections and unanswerable questions need these."""
 
 
 class PageQuestion(NamedTuple):
@@ -86,7 +86,7 @@ class _Page:
 
 
 class _Leaning(NamedTuple):
-    """A statement about an entity, split over `page`, which introduces it, and the page after it, at `place`."""
+    """A statement on the page after `page`, at `place`, about an entity that only `page` names."""
 
     entity: Entity
     page: _Page
@@ -182,9 +182,9 @@ class _Draft:
         return trained if self.wordings is DataSplit.TRAIN else held_out
 
     def _correct(self) -> dict[tuple[str, str], tuple[str, _Page]]:
-        """Correct about a fact in four pages: return (name, relation) -> the value that holds, and its page.
+        """Correct about a fact for every four pages, and return the value that holds and its page, by (name, relation).
 
-        Pages that lean on another get no correction: their "she" would then refer to the name in the correction.
+        Pages that lean on another page get no correction: their "she" would then refer to the name in the correction.
         """
         pages = [group[0] for group in self.groups]
         found: dict[tuple[str, str], tuple[str, _Page]] = {}

@@ -16,7 +16,12 @@ MAX_ANSWER_TOKENS = 40
 
 
 class Question(NamedTuple):
-    """`gold`: ids of the documents that the answer needs, in the order of the hops; `value`: the requested value."""
+    """A question with its answer, which is a whole sentence.
+
+    gold:  ids of the documents that the answer needs, in the order of the hops
+    path:  the relations that are followed, joined by "-"
+    value: the requested value, which is part of the answer
+    """
 
     text: str
     answer: str
@@ -46,7 +51,7 @@ def answerable_questions(
 def leaning_questions(
     rng: random.Random, world: World, parts: Iterable[tuple[Article, Article]], wordings: DataSplit = DataSplit.TRAIN
 ) -> list[Question]:
-    """Ask each thing that a second part states; only together with the part before it does it tell of whom."""
+    """Ask for each fact that a second part states. The answer needs both parts, as only the first has the name."""
     questions = []
     for first, second in parts:
         facts = world.entities[first.id].facts
@@ -70,7 +75,10 @@ def _stated(relation: str, value: str) -> str:
 def _two_hops(
     rng: random.Random, name: str, first: str, bridge: str, facts: dict[str, str], wordings: DataSplit
 ) -> list[Question]:
-    """Follow every path `first` -> relation of the bridge. Held-out: the phrase, the question around it, or both."""
+    """Return a question for each path from `first` through the bridge to one of its facts.
+
+    If `wordings` is held out, the phrase for the bridge, the question around it, or both are held-out wordings.
+    """
     questions = []
     for hop in wording.TWO_HOPS:
         if hop.bridge != first or hop.relation not in facts:

@@ -18,15 +18,15 @@ def _table(name: str) -> dict[str, tuple[str, ...]]:
 
 
 PREDICATES = _table("predicates")
-"""Three words stand between a name and what tells its value from others (a river's or club's "the" is one of them):
-the distance that the model's first layer looks back from the start."""
+"""Three words lie between a name and the word that tells its value from other values, counting a river's or club's
+"the". The model's initial weights match at this distance (tools/mini/initial.py)."""
 
 HELD_OUT_PREDICATES = _table("held_out_predicates")
 """Wordings of held-out long passages, none of which training sees."""
 
 REMARKS: tuple[str, ...] = tuple(_READ["remarks"])
 HELD_OUT_REMARKS: tuple[str, ...] = tuple(_READ["held_out_remarks"])
-"""Sentences about nothing, of which a page has many where what is said of a name stands far behind it."""
+"""Sentences without content, which fill a page where a statement is far from the name that it is about."""
 
 CORRECTIONS: tuple[str, ...] = tuple(_READ["corrections"])
 HELD_OUT_CORRECTIONS: tuple[str, ...] = tuple(_READ["held_out_corrections"])
@@ -39,8 +39,8 @@ QUESTIONS, HELD_OUT_QUESTIONS = _table("questions"), _table("held_out_questions"
 BRIDGES, HELD_OUT_BRIDGES = _table("bridges"), _table("held_out_bridges")
 
 ANSWERS: dict[str, str] = _READ["answers"]
-"""An answer is a sentence: it names the entity before the value, as passages do. So the question's side and the
-passage's side of a match are one and the same computation, which a small model finds far sooner than two."""
+"""An answer is a sentence that names the entity before the value, as passages do. So a single computation matches both
+the question and the passage, which a small model learns far sooner than two computations."""
 
 
 class TwoHop(NamedTuple):

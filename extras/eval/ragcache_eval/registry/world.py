@@ -32,9 +32,9 @@ class Entity:
 class World:
     """Entities of a split; no two share a name.
 
-    split: every name in the world belongs to it, whether named in passing or with a document.
+    split: the split that every name in the world belongs to, with or without a document about it.
     namesakes: whether two people may share a first name or a surname.
-    rare_share: share of words in names that are not a single token.
+    rare_share: share of names with a word that is not a single token.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class World:
         return self._add(Entity("person", name, facts))
 
     def add_stranger(self, entity: Entity) -> None:
-        """Let `entity` mention a name that has no document."""
+        """Add a name without a document to the mentions of `entity`."""
         if entity.kind == "river":
             entity.mentions.append(self._fresh(lambda rng: names.draw_town_name(rng, self.rare_share)))
         else:

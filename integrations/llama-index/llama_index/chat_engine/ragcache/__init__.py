@@ -43,8 +43,8 @@ class RagCacheChatEngine(ContextChatEngine):
     ) -> None:
         """Make a chat engine.
 
-        Raises ConfigError for a model that is not a RagCacheLLM, a template that lacks {context_str}, and any refine
-        template: passages are read together, and no answer is refined.
+        Raises ConfigError if the model is not a RagCacheLLM, if the context template lacks {context_str}, or if there
+        is a refine template: passages are read together, and no answer is refined.
         """
         if not isinstance(llm, RagCacheLLM):
             raise ConfigError(f"RagCacheChatEngine needs a RagCacheLLM, not {type(llm).__name__}")
@@ -90,7 +90,7 @@ class RagCacheChatEngine(ContextChatEngine):
             Settings.callback_manager,
         )
 
-    def _get_response_synthesizer(  # type: ignore[override]  # asked for by name only; both synthesize alike
+    def _get_response_synthesizer(  # type: ignore[override]  # callers use names only; both synthesize alike
         self, chat_history: list[ChatMessage], streaming: bool = False
     ) -> FusedSynthesizer:
         prefix = self._prefix_messages

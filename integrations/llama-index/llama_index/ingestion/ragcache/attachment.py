@@ -145,7 +145,7 @@ class _Link:
         ids, source = arguments.get("node_ids"), arguments.get("ref_doc_id")
         if ids or source:
             self._attachment.forget(ids or (), sources=[source] if source else ())
-        else:  # by filters: nodes that it still holds stay
+        else:  # deleted by filters: nodes that the store still holds stay
             self._attachment.sync(given)
         return result
 
@@ -172,7 +172,7 @@ def to_passage(node: BaseNode, mode: MetadataMode = MetadataMode.LLM) -> rc.Docu
 
 
 def with_handles(nodes: Sequence[BaseNode], handles: Sequence[str | None]) -> list[BaseNode]:
-    """Return copies that name their KV."""
+    """Return copies of the nodes with their handles in the metadata."""
     return [with_handle(node, handle) for node, handle in zip(nodes, handles, strict=True)]
 
 

@@ -39,7 +39,8 @@ class RagCacheVectorStore(types.BasePydanticVectorStore):
     Everything is on disk when `add` and `delete` return, so there is nothing to persist.
 
         kb:        an open store, which the caller closes, or the path of a store (`rc.open_shared`)
-        collection: of the store, that keeps the nodes; None: `default`, and nodes of all that kb shows are found
+        collection: the collection that nodes are added to and found in; None: nodes are added to `default`, and found
+                   in all collections that kb shows
         kv:        "eager" computes KV blocks when nodes are added, "lazy" at their first use
         timeout_s: how long to wait for another process that is writing
     """
@@ -64,7 +65,10 @@ class RagCacheVectorStore(types.BasePydanticVectorStore):
 
     @classmethod
     def from_path(cls, path: str | Path, *, kv: str = "eager", timeout_s: float = 30.0, **options: Any) -> Self:
-        """Open the store at `path`, or make a new store there. options: see `ragcache.RagCache.open`; close `client`"""
+        """Open the store at `path`, or make a new store there. The caller closes it: `store.client.close()`.
+
+        options: see `ragcache.RagCache.open`
+        """
         return cls(rc.RagCache.open(path, **options), kv=kv, timeout_s=timeout_s)
 
     @classmethod
@@ -96,8 +100,9 @@ class RagCacheVectorStore(types.BasePydanticVectorStore):
         return [node.node_id for node in nodes]
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
-        """Delete all nodes of a document: text, embedding, KV bytes. A document that was ingested whole has its own
-        id.
+        """Delete all nodes of a document: text, embedding, KV bytes.
+
+        ref_doc_id: LlamaIndex's id of the document, or the store's id of a document that was ingested whole
         """
         found = self._kb.documents({REF_FIELD: ref_doc_id})
         ids = [document.id for document in found if is_node(document.id, document.metadata)]

@@ -1,6 +1,4 @@
-"""Conversion of nodes to documents of a store. All are checked first, so that nothing is stored if a node is
-invalid.
-"""
+"""Conversion of nodes to documents of a store. All nodes are checked before any is stored."""
 
 from __future__ import annotations
 
@@ -45,10 +43,10 @@ def raise_failure(report: rc.IngestReport) -> None:
 
 
 def check_embeddings(kb: rc.RagCache, nodes: Sequence[BaseNode]) -> None:
-    """Refuse embeddings of another model, by the length of each, and by the values of the first whose text fits the
-    embedder's window.
+    """Raise EmbedderMismatchError if embeddings of nodes were made by another model than the store's.
 
-    The store embeds every passage itself; nodes need no embedding. Raises EmbedderMismatchError.
+    The length of each embedding is compared, and the values of the first embedding whose text fits the embedder's
+    window. Nodes need no embedding, as the store embeds every passage itself.
     """
     given = [node for node in nodes if node.embedding is not None]
     for node in given:
