@@ -24,6 +24,7 @@ constexpr int32_t WIDTH = 16;          // numbers or pairs in a register
 constexpr int64_t BLOCK = 64;          // keys that are packed together
 constexpr int64_t PIECE = 512;         // keys of a task
 constexpr int64_t TILE = 6;            // rows whose sums stay in registers
+constexpr int64_t LINE = 32;           // numbers in a line of the caches
 constexpr int64_t ROWS_AT_ONCE = 192;  // rows whose parts are held in memory
 constexpr Bits LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 // Score of a key that a row does not see. Its weight is 1e-38 or less of the others', and vanishes in float.
@@ -133,8 +134,15 @@ struct Attention {
         const int64_t end = std::min(length, start + PIECE);
         for (int64_t from = start; from < end; from += BLOCK) {
             const int64_t count = std::min(BLOCK, end - from);
-            pack_keys(keys + head * key_stride + from * width, count, packed_keys);
-            pack_values(values + head * value_stride + from * width, count, packed_values);
+            const uint16_t *key = keys + head * key_stride + from * width;
+            const uint16_t *value = values + head * value_stride + from * width;
+            pack_keys(key, count, packed_keys);
+            pack_values(value, count, packed_values);
+            // The next block comes from memory while this one is multiplied. Beyond the last key this fetches nothing
+            // that is used, and faults nowhere.
+            for (int64_t at = BLOCK * width; at < 2 * BLOCK * width; at += LINE)
+                for (const uint16_t* numbers : {key, value})
+                    _mm_prefetch(reinterpret_cast<const char*>(numbers + at), _MM_HINT_T1);
             for (int64_t row = 0; row < rows; row += TILE)
                 with_constant<TILE>(std::min(TILE, rows - row), [&](auto number) {
                     attend_tile<decltype(number)::value>(
@@ -149,17 +157,19 @@ struct Attention {
         for (int64_t key = 0; key < BLOCK; key += WIDTH)
             for (int64_t step = 0; step < width / 2; step += WIDTH) {
                 const int64_t steps = std::min<int64_t>(WIDTH, width / 2 - step);
-                Bits rows[WIDTH] = {};
-                for (int64_t row = 0; row < std::min<int64_t>(WIDTH, count - key); ++row) {
-                    const uint16_t* numbers = from + (key + row) * width + step * 2;
-                    if (steps == WIDTH)
-                        rows[row] = *reinterpret_cast<const Bits*>(numbers);
-                    else
-                        std::memcpy(&rows[row], numbers, steps * sizeof(Pair));
-                }
+                const uint16_t* numbers = from + key * width + step * 2;
+                Bits rows[WIDTH];
+                if (steps == WIDTH && count - key >= WIDTH)  // a fixed number of rows stays in registers
+                    for (int64_t row = 0; row < WIDTH; ++row)
+                        rows[row] = *reinterpret_cast<const Bits*>(numbers + row * width);
+                else
+                    for (int64_t row = 0; row < WIDTH; ++row) {
+                        rows[row] = Bits{};
+                        if (row < count - key) std::memcpy(&rows[row], numbers + row * width, steps * sizeof(Pair));
+                    }
                 transpose<WIDTH / 2>(rows);
-                for (int64_t row = 0; row < steps; ++row)
-                    *reinterpret_cast<Bits*>(to + (step + row) * BLOCK + key) = rows[row];
+                for (int64_t row = 0; row < WIDTH; ++row)
+                    if (row < steps) *reinterpret_cast<Bits*>(to + (step + row) * BLOCK + key) = rows[row];
             }
     }
 
