@@ -171,14 +171,9 @@ def assemble(
     # every prompt then has to state the date that the blocks were encoded with.
     dated = used.needs_prefix or (engine is not None and used.sees_prefix)
     formats = text, chosen.system, shown, dated
-    if engine is not None and near is not None:
-        raise ConfigError(
-            "this store's blocks are encoded behind neighbours, which a request to another engine does not name; leave "
-            "out engine=, or make the store with neighbours=0"
-        )
     generation = Generation(store.documents, store.kv.refresh)
     if engine is not None:
-        block_keys = BlockKeys(card, *own_blocks)
+        block_keys = BlockKeys(card, *own_blocks, neighbourhood=near)
         remote = engine.engine(card, Prompts(card, block_keys, *formats), store.kv)
         made = _Made(remote, block_keys, Admission(UNKNOWN_BYTES), PrefillEstimate(), generation)
         made.engine.check(RequestOptions(choice))

@@ -179,8 +179,7 @@ class KVLookup:
 
     def _encoder_for(self, request: Request) -> ModelEncoder:
         """Return the store's encoder, or an encoder that leaves out neighbours which the question's filter hides."""
-        near, where = self.encoder.neighbourhood, request.options.where
-        return self.encoder if near is None or not where else replace(self.encoder, neighbourhood=near.passing(where))
+        return self.encoder.passing(request.options.where)
 
     def _encoder_behind(self, own: ModelEncoder, ids: list[int], prefix: PrefixKV) -> ModelEncoder:
         """Return the encoder `own`, or an encoder for the prefix `ids` if blocks depend on their prefix.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from ragcache.codecs import Codec, RawCodec
 from ragcache.errors import ConfigError
@@ -19,6 +19,7 @@ from ragcache.models.card import ModelCard
 from ragcache.models.deadline import LIMIT
 from ragcache.models.encode import AbandonedSignal
 from ragcache.models.kvzip import check_replay
+from ragcache.store.filters import Filter
 from ragcache.store.records import Chunk
 
 if TYPE_CHECKING:  # FAISS comes with it
@@ -100,6 +101,11 @@ class BlockKeys:
     def keys(self, chunks: Sequence[Chunk]) -> list[str]:
         """Look up the neighbours of chunks, and return the chunks' block keys."""
         return [self.key_of(chunk) for chunk in self.with_neighbours([chunk.whole for chunk in chunks])]
+
+    def passing(self, where: Filter | None) -> Self:
+        """Return these keys for a question whose filter hides chunks: hidden chunks are no neighbours."""
+        near = self.neighbourhood
+        return self if near is None or not where else replace(self, neighbourhood=near.passing(where))
 
     def with_neighbours(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """Return the chunks with the token ids of their neighbours, in reading order, as many as the model has room

@@ -22,7 +22,7 @@ from ragcache.fusion import METHODS
 from ragcache.fusion.layout import Layout, Span
 from ragcache.fusion.method import FusionMethod
 from ragcache.ingest.encoder import BlockKeys
-from ragcache.kv.block_key import digest
+from ragcache.kv.block_key import Neighbours, digest
 from ragcache.models.card import ModelCard, eos_token_ids
 from ragcache.models.sampler import Sampling
 from ragcache.models.scheduler import PassStats
@@ -134,8 +134,9 @@ class VllmEngine:
         yet, or the passages are of several collections. Raises ConfigError if vLLM cannot place blocks by this layout.
         """
         hits = [*(request.earlier_turns.history.hits if request.earlier_turns else ()), *request.hits]
-        layout, names = request.plan.layout, self.prompts.block_keys
-        handles = [names.key_of(hit.chunk) for hit in hits]
+        layout, names = request.plan.layout, self.prompts.block_keys.passing(request.options.where)
+        chunks = names.with_neighbours([hit.chunk for hit in hits])
+        handles = [names.key_of(chunk) for chunk in chunks]
         if not layout.separate or not handles:
             return CompletionRequest(layout.ids, None, sources_of(request, handles, [UNUSED] * len(handles)))
         reruns = self._reruns(request.options, layout)
@@ -148,7 +149,8 @@ class VllmEngine:
         if absent:
             log.warning("%d of %d passages have no KV yet: the engine reads the prompt", absent, len(hits))
             return CompletionRequest(layout.ids, None, sources_of(request, handles, [COMPUTED] * len(handles)))
-        sent = self._layout(request, layout, reruns, replace(names, salt=salts.pop()))
+        near = [chunk.neighbours for chunk in chunks]
+        sent = self._layout(request, layout, reruns, replace(names, salt=salts.pop()), near)
         return CompletionRequest(
             layout.ids, sent, sources_of(request, handles, [stored[handle].tier for handle in handles])
         )
@@ -170,16 +172,26 @@ class VllmEngine:
             )
         return reruns
 
-    def _layout(self, request: Request, layout: Layout, reruns: Sequence[Span], names: BlockKeys) -> RequestLayout:
+    def _layout(
+        self,
+        request: Request,
+        layout: Layout,
+        reruns: Sequence[Span],
+        names: BlockKeys,
+        near: Sequence[Neighbours],
+    ) -> RequestLayout:
         """Return the layout to send with a request.
 
         reruns: tokens in blocks that are computed again
         names: makes the keys of the passages' blocks, which all have its salt
+        near: the neighbours of each passage
 
         Raises ConfigError if the recipe has a primer and the prompt does not begin as the store's prompts do.
         """
         first = names.first_ids
-        blocks = [Span(piece.start, piece.end) for piece in layout.placed()]
+        placed = layout.placed()
+        blocks = [Span(piece.start, piece.end) for piece in placed]
+        neighbours = [near[piece.passage] for piece in placed if piece.passage is not None]
         seen = len(request.options.method.prefix_ids(self.card, request.prompt)) if names.recipe.sees_prefix else 0
         if names.recipe.primer_ids and tuple(layout.ids[:seen]) != tuple(first):
             raise ConfigError(
@@ -188,7 +200,9 @@ class VllmEngine:
             )
         if seen in (0, len(first)) and self._has_beginning(layout, names):
             blocks, seen = [Span(0, len(first)), *blocks], len(first)
-        return RequestLayout(tuple(blocks), tuple(reruns), seen, names.recipe, names.salt)
+            neighbours = [(), *neighbours]
+        own = tuple(neighbours) if any(neighbours) else ()
+        return RequestLayout(tuple(blocks), tuple(reruns), seen, names.recipe, names.salt, own)
 
     def _has_beginning(self, layout: Layout, names: BlockKeys) -> bool:
         """Return whether the prompt begins as the store's prompts do, and that beginning is stored as a block."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ragcache.errors import ConfigError, LayoutError
 from ragcache.fusion.layout import Span
-from ragcache.kv.block_key import Recipe, block_key
+from ragcache.kv.block_key import Neighbours, Recipe, block_key
 from ragcache_vllm.request_layout import RequestLayout
 
 
@@ -94,12 +94,23 @@ def make_plan(ids: Sequence[int], layout: RequestLayout, fingerprint: str) -> Pl
             "encode them with kept=1"
         )
     prefix_ids = list(ids[: layout.prefix])
-    keys = {block: _key(ids, block, layout, prefix_ids, fingerprint) for block in layout.blocks}
+    near = layout.neighbours or ((),) * len(layout.blocks)
+    keys = {
+        block: _key(ids, block, layout, prefix_ids, fingerprint, neighbours)
+        for block, neighbours in zip(layout.blocks, near, strict=True)
+    }
     stretches = [Stretch(keys[block], span, span.start - block.start) for block, span in layout.loaded()]
     return Plan(tuple(stretches), layout.computed(len(ids)))
 
 
-def _key(ids: Sequence[int], block: Span, layout: RequestLayout, prefix_ids: list[int], fingerprint: str) -> str:
+def _key(
+    ids: Sequence[int],
+    block: Span,
+    layout: RequestLayout,
+    prefix_ids: list[int],
+    fingerprint: str,
+    neighbours: Neighbours,
+) -> str:
     own = list(ids[block.start : block.stop])
     if block.start == 0 and layout.prefix:
         return block_key(fingerprint, Recipe(), [], own, layout.block_salt)
@@ -107,4 +118,4 @@ def _key(ids: Sequence[int], block: Span, layout: RequestLayout, prefix_ids: lis
         chunk = layout.recipe.unmarked(own)
     except ConfigError as error:
         raise LayoutError(f"tokens {block.start} to {block.stop} of the prompt: {error}") from error
-    return block_key(fingerprint, layout.recipe, prefix_ids, chunk, layout.block_salt)
+    return block_key(fingerprint, layout.recipe, prefix_ids, chunk, layout.block_salt, neighbours)

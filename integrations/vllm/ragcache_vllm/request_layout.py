@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from ragcache.errors import ConfigError, LayoutError, is_whole
 from ragcache.fusion.layout import Span
-from ragcache.kv.block_key import Recipe, digest
+from ragcache.kv.block_key import Neighbours, Recipe, digest
 
 PARAMS = "ragcache"
 """Name of the layout in a request's `kv_transfer_params`."""
@@ -41,8 +41,10 @@ class RequestLayout:
             and part of the other blocks' keys if their recipe sees it
     recipe: how the blocks were encoded
     block_salt: salt of the block keys, a secret
+    neighbours: for each block, the token ids of the passages that were read before it; none if no block has any
 
-    Raises LayoutError if spans are empty, overlap or are out of order.
+    Raises LayoutError if spans are empty, overlap or are out of order, and for neighbours that do not fit the blocks
+    and their recipe.
     """
 
     blocks: tuple[Span, ...]
@@ -50,6 +52,7 @@ class RequestLayout:
     prefix: int = 0
     recipe: Recipe = field(default_factory=Recipe)
     block_salt: str = ""
+    neighbours: tuple[Neighbours, ...] = ()
 
     def __post_init__(self) -> None:
         for what, spans in (("blocks", self.blocks), ("runs", self.runs)):
@@ -64,6 +67,16 @@ class RequestLayout:
             )
         if self.blocks and not 0 <= self.prefix <= self.blocks[-1].stop:
             raise LayoutError(f"the layout's prefix of {self.prefix} tokens ends behind its blocks")
+        if self.neighbours and len(self.neighbours) != len(self.blocks):
+            raise LayoutError(
+                f"the layout has {len(self.blocks)} blocks and neighbours of {len(self.neighbours)}; give those of "
+                "each block, an empty list for a block without any"
+            )
+        try:
+            for near in self.neighbours:
+                self.recipe.before(near)
+        except ConfigError as error:
+            raise LayoutError(f"the layout's neighbours: {error}") from error
 
     def check(self, num_tokens: int) -> None:
         """Raise LayoutError if the layout does not fit a prompt of `num_tokens` tokens, whose last token has to run."""
@@ -116,6 +129,7 @@ class RequestLayout:
                 _whole(given["prefix"]),
                 recipe,
                 str(given["block_salt"]),
+                tuple(tuple(map(tuple, near)) for near in given.get("neighbours", ())),
             )
         except (AttributeError, ConfigError, IndexError, KeyError, TypeError, ValueError) as error:
             raise LayoutError(
@@ -140,6 +154,7 @@ class RequestLayout:
             "prefix": self.prefix,
             "recipe": self.recipe.to_json(),
             "block_salt": self.block_salt,
+            **({"neighbours": self.neighbours} if self.neighbours else {}),
         }
 
 

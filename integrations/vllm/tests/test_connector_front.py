@@ -62,6 +62,26 @@ def test_every_question_gets_the_embedded_engines_answer(store, engine, method):
             assert method == "full" or answer.usage.cached_tokens > answer.usage.prompt_tokens / 2
 
 
+def test_passages_read_in_company_are_loaded(tmp_path):
+    """Also behind a filter, which hides neighbours: of the passages whose neighbours it hides there are no blocks."""
+    with rc.RagCache.open(tmp_path / "kb", model="mini-base", embedder=EMBEDDER) as kb:
+        assert not kb.ingest([EXAMPLES / "corpus"]).failed
+        assert kb.info().neighbours == 2
+    asked = {"k": 4, "sampling": rc.Sampling(max_tokens=8)}
+    with (
+        serving(tmp_path / "kb", tmp_path / "vllm.txt") as url,
+        rc.RagCache.open(tmp_path / "kb", embedder=EMBEDDER, method="reposition") as here,
+        rc.RagCache.open(tmp_path / "kb", embedder=EMBEDDER, method="reposition", engine=url) as front,
+    ):
+        expected, answer = (kb.ask(QUESTIONS[0], **asked) for kb in (here, front))
+        assert answer.text == expected.text
+        assert answer.usage.cached_tokens == expected.usage.cached_tokens > answer.usage.prompt_tokens / 2
+        own = {"source": expected.hits[0].chunk.source}
+        hidden = front.ask(QUESTIONS[0], filter=own, **asked)
+        assert {source.kv for source in hidden.hits} == {"computed"}
+        assert hidden.usage.cached_tokens == 0
+
+
 def test_a_long_system_prompt_comes_from_a_block_too(store, engine):
     system = "You answer visitors of the archive, briefly and from the passages alone. " * 8
     options = {"method": "reposition", "embedder": EMBEDDER, "system": system}

@@ -78,6 +78,28 @@ def test_keys_name_the_recipe_the_prefix_and_the_salt():
     assert second == block_key("model", Recipe("prefix", markers=(7, 8)), [1, 2], [3, 4], "hidden")
 
 
+def test_keys_name_the_neighbours_of_each_block():
+    recipe, near = Recipe(neighbours=2), ((), ((5, 6), (7,)))
+    layout = RequestLayout((Span(0, 2), Span(2, 4)), recipe=recipe, neighbours=near)
+    assert RequestLayout.from_params(json.loads(json.dumps(layout.to_params()))) == layout
+    keys = make_plan([1, 2, 3, 4, 9], layout, "model").keys
+    assert keys == [block_key("model", recipe, [], [1, 2]), block_key("model", recipe, [], [3, 4], "", [[5, 6], [7]])]
+    assert layout.salt("model", None) != RequestLayout(layout.blocks, recipe=recipe).salt("model", None)
+
+
+@pytest.mark.parametrize(
+    ("neighbours", "message"),
+    [
+        (((),), "2 blocks and neighbours of 1"),
+        (((), ((5,), (6,), (7,))), "3 neighbours were given"),
+        (((), (("a",),)), "are no chunks"),
+    ],
+)
+def test_neighbours_that_do_not_fit_are_refused(neighbours, message):
+    with pytest.raises(LayoutError, match=message):
+        RequestLayout((Span(0, 2), Span(2, 4)), recipe=Recipe(neighbours=2), neighbours=neighbours)
+
+
 def test_a_block_begins_and_ends_with_the_markers_of_its_recipe():
     """Or another token's KV would stand under a client's own."""
     layout = RequestLayout((Span(0, 5),), recipe=Recipe(markers=((7, 8), (9,))))
