@@ -12,7 +12,7 @@ from ragcache.engine.answer import Source, Usage
 from ragcache.engine.caches.prefix_nodes import common_length
 from ragcache.engine.caches.prefixes import Path, Prefixes, PrefixKV
 from ragcache.engine.loader import COMPUTED, BlockLoader, LoadedBlocks
-from ragcache.engine.output import OutputProcessor
+from ragcache.engine.output import OutputProcessor, sources_of
 from ragcache.engine.request import Request
 from ragcache.fusion.fuse import FuseOutput
 from ragcache.fusion.method import FusionMethod
@@ -87,15 +87,12 @@ class KVLookup:
                 passing, ahead = encoder is not self.encoder, request.options.ahead
                 loaded = self._loader.load(encoder, self._documents, chunks, passing=passing, ahead=ahead)
             if path is not None and base is None:
-                sources = self._along(
-                    encoder, request, path, loaded, known, COMPUTED if prefix.created_tokens else EXACT
-                )
+                known_as = COMPUTED if prefix.created_tokens else EXACT
+                handles, origins = _along(encoder, path, loaded, known, known_as)
             else:
+                handles = loaded.handles or encoder.keys([hit.chunk for hit in request.hits])
                 origins = loaded.origins or [UNUSED if base is None else SHARED] * len(request.hits)
-                keys = loaded.handles or encoder.keys([hit.chunk for hit in request.hits])
-                rows = zip(request.hits, keys, origins, strict=True)
-                sources = [Source(hit.chunk, hit.score, handle, origin) for hit, handle, origin in rows]
-            yield ResolvedKV(path, prefix, loaded, sources)
+            yield ResolvedKV(path, prefix, loaded, sources_of(request, handles, origins))
 
     def keep(self, request: Request, resolved: ResolvedKV, answer_ids: Sequence[int], fused: FuseOutput) -> None:
         """Keep the KV of the prompt and its answer, if the prefix tree can hold it."""
@@ -137,10 +134,9 @@ class KVLookup:
         goes_on = request.options.found if method.reuses_blocks else method.takes_exact
         if earlier_turns is None and not goes_on:
             return None
-        hits = [*(earlier_turns.history.hits if earlier_turns else ()), *request.hits]
         salt = request.filter_salt if self.encoder.recipe.neighbours else ""
         seen = self._prefixes.generation.seen
-        return Path(request.plan.parts, request.plan.layout, hits, len(request.hits), seen, salt)
+        return Path(request.plan.parts, request.plan.layout, request.all_hits, seen, salt)
 
     def _prefix(
         self, request: Request, path: Path | None, base: SharedContext | None
@@ -199,26 +195,18 @@ class KVLookup:
             neighbourhood=own.neighbourhood,
         )
 
-    def _along(
-        self, encoder: ModelEncoder, request: Request, path: Path, loaded: LoadedBlocks, known: int, known_as: str
-    ) -> list[Source]:
-        """Return this turn's passages, including those that earlier turns have read, with the origin of their KV.
 
-        loaded: blocks of the passages after the first `known` tokens
-        known_as: origin of passages within the first `known` tokens, whose KV was exact
-        """
-        fresh = iter(zip(loaded.handles, loaded.origins, strict=True))
-        keys = encoder.keys([hit.chunk for _, hit in path.passages])
-        sources = []
-        for (piece, hit), key in zip(path.passages, keys, strict=True):
-            if path.layout.separate and piece.end > known:
-                handle, origin = next(fresh)
-            else:
-                handle, origin = key, known_as if piece.end <= known else UNUSED
-            sources.append(Source(hit.chunk, hit.score, handle, origin))
-        by_ids = {tuple(source.chunk.token_ids): source for source in sources}
-        again = request.earlier_turns.history.again if request.earlier_turns else ()
-        return [
-            *sources[len(sources) - path.asked :],
-            *(replace(by_ids[tuple(hit.chunk.token_ids)], chunk=hit.chunk, score=hit.score) for hit in again),
-        ]
+def _along(
+    encoder: ModelEncoder, path: Path, loaded: LoadedBlocks, known: int, known_as: str
+) -> tuple[list[str], list[str]]:
+    """Return the handle and the origin of the KV of each passage of the path.
+
+    loaded: blocks of the passages after the first `known` tokens
+    known_as: origin of passages within the first `known` tokens, whose KV was exact
+    """
+    handles = encoder.keys([hit.chunk for hit in path.hits])
+    origins = [known_as if piece.end <= known else UNUSED for piece in path.layout.passages]
+    placed = [piece.passage for piece in path.layout.placed(known) if piece.passage is not None]
+    for rank, handle, origin in zip(placed, loaded.handles, loaded.origins, strict=True):
+        handles[rank], origins[rank] = handle, origin
+    return handles, origins

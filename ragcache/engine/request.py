@@ -113,6 +113,11 @@ class Request:
     limit: Limit
     earlier_turns: EarlierTurns | None
 
+    @property
+    def all_hits(self) -> list[Hit]:
+        """Return the passages of earlier turns, then this question's."""
+        return [*(self.earlier_turns.history.hits if self.earlier_turns else ()), *self.hits]
+
     def has_begun_thoughts(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         """Return whether the prompt ends with the opening of the model's thoughts.
 

@@ -34,7 +34,6 @@ from ragcache.models.deadline import NO_LIMIT, limited
 from ragcache.models.generate import decode
 from ragcache.models.scheduler import PassStats
 from ragcache.models.thoughts import ThoughtLimit
-from ragcache.retrieval.retriever import Hit
 from ragcache.store.documents import DocumentStore
 from ragcache_llamacpp.model import LlamaModel, as_cache
 from ragcache_llamacpp.options import NAME
@@ -209,12 +208,12 @@ class LlamaEngine:
 
     def _passages(self, request: Request, layout: Layout) -> Passages:
         """Return the prompt's passages, without their blocks."""
-        handles = self._encoder.keys([hit.chunk for hit in _hits(request)])
+        handles = self._encoder.keys([hit.chunk for hit in request.all_hits])
         return Passages(handles, [SHARED if layout.separate else UNUSED] * len(handles))
 
     def _load(self, request: Request, reading: Reading, passages: Passages, known: int) -> None:
         """Load or compute the blocks of the passages after the first `known` tokens, unless they were loaded before."""
-        hits = _hits(request)
+        hits = request.all_hits
         pieces = [piece for piece in reading.layout.placed(known) if piece.start not in passages.blocks]
         numbers = [piece.passage for piece in pieces if piece.passage is not None]
         if not numbers:
@@ -274,9 +273,3 @@ class LlamaEngine:
 
     def _sources(self, request: Request, passages: Passages) -> list[Source]:
         return sources_of(request, passages.handles, passages.origins)
-
-
-def _hits(request: Request) -> list[Hit]:
-    """Return the passages of earlier turns and of this turn."""
-    earlier = request.earlier_turns.history.hits if request.earlier_turns is not None else ()
-    return [*earlier, *request.hits]

@@ -133,8 +133,7 @@ class VllmEngine:
         It has no layout, so that vLLM computes the whole prompt, if the method reuses no blocks, a passage has no block
         yet, or the passages are of several collections. Raises ConfigError if vLLM cannot place blocks by this layout.
         """
-        hits = [*(request.earlier_turns.history.hits if request.earlier_turns else ()), *request.hits]
-        layout, names = request.plan.layout, self.prompts.block_keys
+        hits, layout, names = request.all_hits, request.plan.layout, self.prompts.block_keys
         handles = [names.key_of(hit.chunk) for hit in hits]
         if not layout.separate or not handles:
             return CompletionRequest(layout.ids, None, sources_of(request, handles, [UNUSED] * len(handles)))
