@@ -82,7 +82,7 @@ class KVLookup:
             elif request.options.method.reuses_blocks and base is None:
                 chunks = [hit.chunk for hit in request.hits]
                 ids = request.options.method.prefix_ids(self.lm, request.prompt)
-                encoder = self._encoder_behind(encoder, ids, prefix)
+                encoder = encoder.after(ids, lambda _: nullcontext(prefix.exact))
             if chunks:
                 passing, ahead = encoder is not self.encoder, request.options.ahead
                 loaded = self._loader.load(encoder, self._documents, chunks, passing=passing, ahead=ahead)
@@ -177,23 +177,6 @@ class KVLookup:
         """Return the store's encoder, or an encoder that leaves out neighbours which the question's filter hides."""
         near, where = self.encoder.neighbourhood, request.options.where
         return self.encoder if near is None or not where else replace(self.encoder, neighbourhood=near.passing(where))
-
-    def _encoder_behind(self, own: ModelEncoder, ids: list[int], prefix: PrefixKV) -> ModelEncoder:
-        """Return the encoder `own`, or an encoder for the prefix `ids` if blocks depend on their prefix.
-
-        prefix: the KV of `ids`
-        """
-        if not own.recipe.needs_prefix or ids == own.prefix_ids:
-            return own
-        return ModelEncoder(
-            self.lm,
-            own.recipe,
-            ids,
-            own.salt,
-            read_prefix=lambda _: nullcontext(prefix.exact),
-            on_encoded=own.on_encoded,
-            neighbourhood=own.neighbourhood,
-        )
 
 
 def _along(

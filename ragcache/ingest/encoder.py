@@ -147,6 +147,12 @@ class ModelEncoder(BlockKeys):
     def encoder(self) -> ModelEncoder:
         return self
 
+    def after(self, ids: Sequence[int], read_prefix: ReadPrefix | None = None) -> ModelEncoder:
+        """Return this encoder, or an encoder of plain blocks for the prefix `ids` if blocks depend on their prefix."""
+        if not self.recipe.needs_prefix or list(ids) == self.prefix_ids:
+            return self
+        return replace(self, first_ids=ids, read_prefix=read_prefix, codec=RawCodec())
+
     @property
     def batch_tokens(self) -> int:
         """Return the number of padded tokens that suits a batch on the model's device."""

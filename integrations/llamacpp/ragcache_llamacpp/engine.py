@@ -218,7 +218,7 @@ class LlamaEngine:
         numbers = [piece.passage for piece in pieces if piece.passage is not None]
         if not numbers:
             return
-        encoder = self._encoder_after(request.options.method.prefix_ids(self.lm, request.prompt))
+        encoder = self._encoder.after(request.options.method.prefix_ids(self.lm, request.prompt))
         loaded = self._loader.load(
             encoder, self._documents, [hits[number].chunk for number in numbers], passing=encoder is not self._encoder
         )
@@ -229,13 +229,6 @@ class LlamaEngine:
         passages.load_s += loaded.load_s
         passages.encode_s += loaded.encode_s
         passages.encoded_tokens += loaded.encoded_tokens
-
-    def _encoder_after(self, ids: Sequence[int]) -> ModelEncoder:
-        """Return the store's encoder, or an encoder for another prefix if blocks depend on their prefix."""
-        own = self._encoder
-        if not own.recipe.needs_prefix or list(ids) == own.prefix_ids:
-            return own
-        return ModelEncoder(self.lm, own.recipe, ids, own.salt, neighbourhood=own.neighbourhood)
 
     def _decode(
         self, request: Request, sequence: CellSequence, logits: Tensor, output: OutputProcessor, room: int, most: int
