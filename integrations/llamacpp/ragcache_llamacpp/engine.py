@@ -6,7 +6,6 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -33,7 +32,6 @@ from ragcache.models.card import ModelCard, eos_token_ids
 from ragcache.models.deadline import NO_LIMIT, limited
 from ragcache.models.generate import decode
 from ragcache.models.scheduler import PassStats
-from ragcache.models.thoughts import ThoughtLimit
 from ragcache.store.documents import DocumentStore
 from ragcache_llamacpp.model import LlamaModel, as_cache
 from ragcache_llamacpp.options import NAME
@@ -234,10 +232,6 @@ class LlamaEngine:
         self, request: Request, sequence: CellSequence, logits: Tensor, output: OutputProcessor, room: int, most: int
     ) -> Generator[int, None, None]:
         options, pool = request.options, self.lm.sequences
-        thoughts = None
-        if options.thinking is not None:
-            is_open = request.has_begun_thoughts(self.lm.tokenizer)
-            thoughts = partial(ThoughtLimit, options.thinking, self.lm.tokenizer, options.thinking_budget, is_open)
         read = len(sequence.elements)
 
         def more() -> int:
@@ -260,7 +254,7 @@ class LlamaEngine:
             limit=request.limit,
             more=more,
             most=most,
-            thoughts=thoughts,
+            thoughts=request.thoughts(self.lm.tokenizer),
             room=room,
         )
 
