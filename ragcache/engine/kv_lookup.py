@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ragcache.engine.answer import Source, Usage
+from ragcache.engine.answer import Source
 from ragcache.engine.caches.prefix_nodes import common_length
 from ragcache.engine.caches.prefixes import Path, Prefixes, PrefixKV
 from ragcache.engine.loader import COMPUTED, BlockLoader, LoadedBlocks
-from ragcache.engine.output import OutputProcessor, sources_of
+from ragcache.engine.output import sources_of
 from ragcache.engine.request import Request
 from ragcache.fusion.fuse import FuseOutput
 from ragcache.fusion.method import FusionMethod
@@ -41,18 +41,6 @@ class ResolvedKV:
     prefix: PrefixKV
     loaded: LoadedBlocks
     sources: list[Source]
-
-    def usage(self, fused: FuseOutput, output: OutputProcessor, pinned_tokens: int = 0) -> Usage:
-        counts = fused.counts(self.prefix.created_tokens + self.loaded.encoded_tokens)
-        return Usage(
-            fused.prompt_tokens,
-            counts.cached,
-            len(output.ids),
-            counts.created,
-            counts.computed,
-            output.reasoning_tokens,
-            pinned_tokens,
-        )
 
 
 @dataclass(eq=False, repr=False)

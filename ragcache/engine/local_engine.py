@@ -113,7 +113,8 @@ class LocalEngine:
                 fused.cache.release()
             if request.earlier_turns is not None:
                 request.earlier_turns.answered(request.hits, output.turn, output.said(self.lm))
-            usage = resolved.usage(fused, output, self.lookup.pin(request, resolved.path))
+            counts = fused.counts(resolved.prefix.created_tokens + resolved.loaded.encoded_tokens)
+            usage = output.usage(counts, self.lookup.pin(request, resolved.path))
             yield Done(output.answer(request, resolved.sources, usage))
 
     def clear(self) -> None:

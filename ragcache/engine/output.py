@@ -9,6 +9,7 @@ from typing import Literal
 from ragcache.engine.answer import Answer, Event, Reasoning, Source, Token, TokenLogprob, Usage
 from ragcache.engine.conversation import said
 from ragcache.engine.request import Request
+from ragcache.fusion.fuse import TokenCounts
 from ragcache.models.card import ModelCard
 from ragcache.models.generate import Detokenizer
 from ragcache.models.sampler import TokenScores
@@ -82,6 +83,11 @@ class OutputProcessor:
             request.options.dropped_turns,
             self.stop,
         )
+
+    def usage(self, counts: TokenCounts, pinned_tokens: int = 0) -> Usage:
+        """Return the token counts of the answer and its prompt. counts: of the prompt"""
+        computed, created, cached = counts
+        return Usage(sum(counts), cached, len(self.ids), created, computed, self.reasoning_tokens, pinned_tokens)
 
     def add(self, card: ModelCard, token: int) -> None:
         """Append the next token."""

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ragcache.engine.answer import Done, Event, Source, Sources, Usage
+from ragcache.engine.answer import Done, Event, Source, Sources
 from ragcache.engine.caches.prefix_cache import PrefixStats
 from ragcache.engine.contract import EmbeddedModel, reads_by_layout
 from ragcache.engine.estimate import PrefillEstimate
@@ -182,10 +182,7 @@ class LlamaEngine:
         if request.earlier_turns is not None:
             request.earlier_turns.answered(request.hits, output.turn, output.said(self.lm))
         counts = TokenCounts.of(layout.num_tokens, [computed], passages.encoded_tokens)
-        usage = Usage(
-            layout.num_tokens, counts.cached, len(output.ids), counts.created, counts.computed, output.reasoning_tokens
-        )
-        yield Done(output.answer(request, self._sources(request, passages), usage))
+        yield Done(output.answer(request, self._sources(request, passages), output.usage(counts)))
 
     def clear(self) -> None:
         """Drop every kept sequence: any may hold a deleted passage."""
