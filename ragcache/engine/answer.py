@@ -144,22 +144,10 @@ class Answer:
         return list(self.reasons())
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields as JSON values, the hits as `sources_to_json` writes them."""
-        return {
-            "text": self.text,
-            "hits": sources_to_json(self.hits),
-            "timings": asdict(self.timings),
-            "usage": asdict(self.usage),
-            "method": self.method,
-            "method_reason": self.method_reason,
-            "dropped": self.dropped,
-            "finish_reason": self.finish_reason,
-            "logprobs": None if self.logprobs is None else [asdict(logprob) for logprob in self.logprobs],
-            "tool_calls": [asdict(call) for call in self.tool_calls],
-            "reasoning": self.reasoning,
-            "dropped_turns": self.dropped_turns,
-            "stop": self.stop,
-        }
+        """Return all fields but `reasons` as JSON values, the hits as `sources_to_json` writes them."""
+        value = asdict(replace(self, hits=[], reasons=tuple))  # asdict would copy the store that `reasons` holds
+        del value["reasons"]
+        return value | {"hits": sources_to_json(self.hits)}
 
 
 def sources_to_json(hits: Sequence[Source]) -> list[dict[str, Any]]:
