@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 from ragcache.models.tool_calls import ToolCall
 from ragcache.store.records import Chunk
 
-if TYPE_CHECKING:
-    from ragcache.engine.reasons import Reason
+Why = Literal["found", "never stored", "evicted", "another model", "differs", "method cannot"]
 
 
 @dataclass(frozen=True)
@@ -103,6 +102,22 @@ class TokenLogprob:
     text: str
     logprob: float
     top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a passage is, or is not, read from stored KV.
+
+    passage: id of the passage; for text without an id, how it begins
+    why:     "another model": its KV is of another model, recipe, system prompt or collection
+    detail:  the tier of the KV, the method's reason, or both texts around the token that differs
+    place:   number of the passage's first token that differs; -1: none
+    """
+
+    passage: str
+    why: Why
+    detail: str = ""
+    place: int = -1
 
 
 @dataclass(frozen=True)

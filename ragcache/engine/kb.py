@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import Any, Self, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ragcache.engine.admission import Admission
 from ragcache.engine.aio import Threads, cancellable, streamed, threaded
-from ragcache.engine.answer import Answer, Event
+from ragcache.engine.answer import Answer, Event, Reason
 from ragcache.engine.assemble import (
     Components,
     OpenOptions,
@@ -81,9 +81,6 @@ from ragcache.retrieval.retriever import Hit, Retriever
 from ragcache.runtime import team_ends
 from ragcache.store.collections import View
 from ragcache.store.schema import DEFAULT
-
-if TYPE_CHECKING:
-    from ragcache.engine.reasons import Reason
 
 log = logging.getLogger(__name__)
 Inputs = Iterable[Input] | Input

@@ -9,13 +9,13 @@ from contextlib import closing, nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, get_args
+from typing import Any, NamedTuple, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragcache.engine import verdict
-from ragcache.engine.answer import Done, Event, Source, Sources
+from ragcache.engine.answer import Done, Event, Reason, Source, Sources
 from ragcache.engine.assemble import Components
 from ragcache.engine.caches.learner import Learner
 from ragcache.engine.caches.passage_finder import PassageFinder
@@ -38,9 +38,6 @@ from ragcache.prompt import Prompt, PromptEnds, Shown, encode_text
 from ragcache.retrieval.retriever import Hit
 from ragcache.runtime import end_team
 from ragcache.store.records import NOT_STORED
-
-if TYPE_CHECKING:
-    from ragcache.engine.reasons import Reason
 
 log = logging.getLogger(__name__)
 
