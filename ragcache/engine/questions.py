@@ -33,7 +33,7 @@ from ragcache.ingest.encoder import ModelEncoder
 from ragcache.models.hub import BUNDLED
 from ragcache.models.sampler import Sampling
 from ragcache.models.thoughts import TEMPLATE_OPTIONS, template_variables, thinking_of
-from ragcache.prompt import Prompt, PromptEnds, Shown, encode_text
+from ragcache.prompt import Prompt, PromptEnds, Shown, Text, encode_text
 from ragcache.retrieval.retriever import Hit
 from ragcache.runtime import end_team
 from ragcache.store.records import NOT_STORED
@@ -473,5 +473,5 @@ def _not_held(hits: Sequence[Hit], texts: Sequence[str]) -> list[Hit]:
 def _history_tokens(read: tuple[History, list[int], Sequence[Hit]]) -> int:
     """Count the tokens of a continued conversation without the passages of earlier turns, which are dropped first."""
     earlier, suffix_ids, hits = read
-    texts = sum(len(part) for part in earlier.parts if not isinstance(part[0], Hit))
+    texts = sum(part.num_tokens for part in earlier.parts if isinstance(part, Text))
     return texts + len(suffix_ids) + sum(hit.chunk.num_tokens for hit in hits)
