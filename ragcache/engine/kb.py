@@ -273,7 +273,7 @@ class RagCache(Store):
     ) -> IngestReport:
         """Store files, folders and Document objects; see `Ingestor.ingest`.
 
-        kv: when KV is computed; None: as StoreConfig says, or "lazy" if the model runs in another engine
+        kv: when KV is computed; None: "eager", or "lazy" if the model runs in another engine
         replace:  False: a document whose id is stored with another text fails (DocumentExistsError)
         split:    False stores every document unchanged as a single passage, whose chunk has the document's id
         sync:     delete documents whose files have vanished from the given files and folders, and follow renames
@@ -385,8 +385,8 @@ class RagCache(Store):
         return Precompute(self._parts).forget(chunk_ids, sources, given, collection)
 
     def _kv_mode(self) -> str:
-        if self._encoder is not None or self.config.kv == "lazy":
-            return self.config.kv
+        if self._encoder is not None:
+            return "eager"
         log.warning("documents are stored without KV: the engine computes answers alone, and `ragcache ingest` the KV")
         return "lazy"
 
