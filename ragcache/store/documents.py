@@ -35,7 +35,6 @@ from ragcache.store import rows, text_search
 from ragcache.store.chunk_ids import free_chunk_ids
 from ragcache.store.collections import EVERYTHING, View, may, within
 from ragcache.store.database import Database
-from ragcache.store.document_counts import advance, current
 from ragcache.store.filters import OWN_FIELDS, Filter, Own, compile_filter, field_names, fields_of
 from ragcache.store.json_values import check_metadata
 from ragcache.store.orphans import discard_chunks, is_referenced, rescue, to_garbage
@@ -43,7 +42,7 @@ from ragcache.store.properties import HELD, held_handles, read_properties, refus
 from ragcache.store.record_checks import check_document
 from ragcache.store.records import Chunk, Counts, NewChunk, NewDocument, StoredDocument, StoredVersion, VectorBatch
 from ragcache.store.rows import parts_of
-from ragcache.store.schema import chunks, documents, garbage, properties, searched, windows
+from ragcache.store.schema import advance, chunks, current, documents, garbage, properties, searched, windows
 
 ROWS = 1000  # inserted together
 

@@ -9,9 +9,8 @@ from typing import NamedTuple, Self, TypeVar
 from sqlalchemy import Connection, delete, func, insert, select, update
 
 from ragcache.store.database import Database
-from ragcache.store.document_counts import advance
 from ragcache.store.orphans import rescue, to_garbage
-from ragcache.store.schema import chunks, counters, neighbours
+from ragcache.store.schema import advance, chunks, counters, neighbours
 
 _T = TypeVar("_T")
 
