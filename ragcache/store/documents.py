@@ -39,7 +39,6 @@ from ragcache.store.filters import OWN_FIELDS, Filter, Own, compile_filter, fiel
 from ragcache.store.json_values import check_metadata
 from ragcache.store.orphans import discard_chunks, is_referenced, rescue, to_garbage
 from ragcache.store.properties import HELD, held_handles, read_properties, refuse_other
-from ragcache.store.record_checks import check_document
 from ragcache.store.records import Chunk, Counts, NewChunk, NewDocument, StoredDocument, StoredVersion, VectorBatch
 from ragcache.store.rows import parts_of
 from ragcache.store.schema import advance, chunks, current, documents, garbage, properties, searched, windows
@@ -143,7 +142,7 @@ class DocumentStore:
         StoreFullError, StoreReadOnlyError, NotAllowedError (a view without a collection to add to); then nothing
         changed.
         """
-        check_document(document, new_chunks)
+        document.check(new_chunks)
         _ = self.into
         with self.database.write() as connection:
             advance(connection, "generation")
@@ -166,7 +165,7 @@ class DocumentStore:
         Returns the ids of the deleted document's searched vectors. Raises NoSuchDocumentError, MetadataError,
         NotAllowedError (a view without a collection to add to); then nothing changed.
         """
-        check_document(NewDocument(new_id, version.source, version.content_hash, file=version.file), [])
+        NewDocument(new_id, version.source, version.content_hash, file=version.file).check([])
         for one in metadata:
             check_metadata(f"document {new_id!r}", one)
         with self.database.write() as connection:
