@@ -10,8 +10,8 @@ import ragcache as rc
 from ragcache.codecs import CODECS, get_codec
 from ragcache.fusion import place_check
 from ragcache.kv.block import KVBlock
+from ragcache.store.eviction import LRU
 from ragcache.store.kv_store import KVStore
-from ragcache.store.lru import LRU
 from ragcache.store.tiers import DeviceTier, MemoryTier
 from ragcache_demo.bag_of_words import BagOfWords
 

@@ -29,10 +29,9 @@ from ragcache.errors import MissingBlockError, PinError, StoreFullError
 from ragcache.kv.block import KVBlock
 from ragcache.store import tiers
 from ragcache.store.counters import Loaded
-from ragcache.store.eviction import POLICIES, Entry, get_policy
+from ragcache.store.eviction import LRU, POLICIES, Entry, get_policy
 from ragcache.store.kv_store import KVStore
 from ragcache.store.last_use import leased
-from ragcache.store.lru import LRU
 from ragcache.store.tiers.block_names import BlockFiles
 
 ONE = make_block(0).num_bytes

@@ -25,8 +25,8 @@ from ragcache.codecs.block_file import write_block
 from ragcache.errors import DamagedBlockError
 from ragcache.files import PAGE
 from ragcache.kv.block import KVBlock
+from ragcache.store.eviction import LRU
 from ragcache.store.kv_store import KVStore
-from ragcache.store.lru import LRU
 from ragcache.store.tiers import MemoryTier
 
 KEY = make_key(1)

@@ -20,9 +20,8 @@ from ragcache.codecs import CODECS, Codec, Int8Codec, RawCodec, get_codec
 from ragcache.errors import ConfigError, MissingBlockError, PinError
 from ragcache.kv.block import KVBlock
 from ragcache.store import kv_store, tiers
-from ragcache.store.eviction import POLICIES, EvictionPolicy, get_policy
+from ragcache.store.eviction import LRU, POLICIES, EvictionPolicy, get_policy
 from ragcache.store.kv_store import KVStore
-from ragcache.store.lru import LRU
 from ragcache.store.remote import open_blobs
 from ragcache.store.remote.connection import Connection
 from ragcache.store.tiers import (

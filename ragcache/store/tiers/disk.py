@@ -18,10 +18,9 @@ from ragcache.files import PAGE, flush_directory, is_cached, is_leftover, read_a
 from ragcache.kv.block import KVBlock
 from ragcache.lazy_torch import torch
 from ragcache.seal import UNSEALED, Seal
-from ragcache.store.eviction import Entry, EvictionPolicy
+from ragcache.store.eviction import LRU, Entry, EvictionPolicy
 from ragcache.store.last_use import leased
 from ragcache.store.ledger import never
-from ragcache.store.lru import LRU
 from ragcache.store.tiers.block_names import BlockFiles
 from ragcache.store.tiers.disk_budget import BOOKS, DiskBudget, NoRoomError, Reservation
 from ragcache.store.tiers.tier import DurableTier, Room, TierUsage
