@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from ragcache.codecs.affine import group_size, num_groups, parameter_dtype, quantise, restore
+from ragcache.codecs.affine import group_size, num_groups, pack, parameter_dtype, quantise, restore, unpack
 from ragcache.codecs.layered import PARTS, BlockSpec, LayerCodec, Part, PartShape, expect, unit_roundoff
-from ragcache.codecs.packed_bits import pack, unpack
 from ragcache.kv.block import Stored
 from ragcache.lazy_torch import torch
 

@@ -278,3 +278,11 @@ def empty_block(shape: CacheShape, num_tokens: int) -> KVBlock:
     ]
     kinds = list(counts)
     return parts[0] if len(parts) == 1 else MixedBlock(parts, [kinds.index(layer) for layer in shape.layers])
+
+
+def example_block(layers: Sequence[LayerShape], num_tokens: int, dtype: torch.dtype) -> KVBlock:
+    """Return a block of normally distributed numbers on the CPU, the same on every call."""
+    generator = torch.Generator().manual_seed(0)
+    shape = CacheShape(tuple(layers), dtype, torch.device("cpu"))
+    # Drawn in float32: some dtypes have no random generator, and all dtypes should get the same numbers.
+    return empty_block(shape, num_tokens).map(lambda held: torch.randn(held.shape, generator=generator).to(dtype))

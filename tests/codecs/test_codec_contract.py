@@ -29,9 +29,8 @@ from torch import Tensor
 from ragcache.codecs import CODECS, Codec, get_codec
 from ragcache.codecs.block_file import codec_of, read_block, write_block
 from ragcache.codecs.layered import EncodedBlock
-from ragcache.codecs.sample_block import example_block
 from ragcache.errors import DamagedBlockError, UnencodableBlockError
-from ragcache.kv.block import KVBlock, MixedBlock, empty_block
+from ragcache.kv.block import KVBlock, MixedBlock, empty_block, example_block
 from ragcache.kv.block_key import Recipe
 from ragcache.kv.cache_shape import CacheShape, LayerShape
 from ragcache.kv.sparse_block import keep, pack_mask, unpack_mask

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from ragcache.codecs.packed_bits import pack, unpack
+from ragcache.codecs.affine import pack, unpack
 from ragcache.errors import DamagedBlockError
 from ragcache.lazy_torch import torch
 from ragcache_papers.frames import read_frame

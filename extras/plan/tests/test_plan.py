@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import ragcache as rc
 from ragcache.codecs import CODECS
-from ragcache.codecs.sample_block import example_block
 from ragcache.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from ragcache.kv.block import example_block
 from ragcache.store.kv_store import KVStore
 from ragcache_plan.plan import Corpus, Demand, Prices, make_plan
 from ragcache_plan.rates import MachineRates, measure_rates
