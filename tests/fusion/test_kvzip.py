@@ -232,8 +232,6 @@ def test_blocks_of_another_share_are_refused(llama):
     blocks = [block.made_by(None) for block in rc.encode(llama.lm, prompt, Recipe(kept=0.5))]
     with pytest.raises(StaleBlockError, match="are wanted"):
         rc.fuse(llama.lm, prompt, "reposition", blocks, recipe=Recipe(kept=0.8))
-    with pytest.raises(StaleBlockError, match="are wanted"):
-        rc.fuse(llama.lm, prompt, "reposition", rc.encode(llama.lm, prompt), recipe="isolated", prefix_block=blocks[0])
 
 
 SHARES = [0, -0.5, 1.5, float("nan"), True, "half", None]
