@@ -166,9 +166,6 @@ class EncodedBlock(KVBlock):
         for part in PARTS:
             codec.check_part(part, self._parts[part], self._spec)
 
-    def __repr__(self) -> str:
-        return f"EncodedBlock({self.codec.name}, keys {tuple(self.key_shape)}, {self.dtype}, {self.num_bytes} bytes)"
-
     def part(self, part: Part) -> Mapping[str, Tensor]:
         """Return the encoded tensors of keys or values, by the codec's names."""
         return self._parts[part]

@@ -39,7 +39,7 @@ class Stored(NamedTuple):
     value_size: int = 1
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class KVBlock:
     """Keys before RoPE and values of a chunk, in layers that are alike; see MixedBlock for layers that differ.
 
@@ -63,6 +63,9 @@ class KVBlock:
                 f"keys {tuple(self.keys.shape)} and values {tuple(self.values.shape)} are not one block's: both are "
                 "[num_layers, num_kv_heads, num_tokens, head_dim]"
             )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.num_layers} layers, {self.num_tokens} tokens, {self.num_bytes} bytes)"
 
     @property
     def key_shape(self) -> torch.Size:
@@ -200,9 +203,6 @@ class MixedBlock(KVBlock):
         self.part_of = tuple(part_of)
         self._places = [(parts[part], next(ranks[part])) for part in part_of]
         object.__setattr__(self, "recipe", recipe)  # the block's field is frozen
-
-    def __repr__(self) -> str:
-        return f"MixedBlock({list(self.parts)}, {self.part_of})"
 
     @property
     def layers(self) -> tuple[LayerShape, ...]:

@@ -33,9 +33,6 @@ class OpaqueBlock(KVBlock):
         self.stop = stop
         object.__setattr__(self, "recipe", recipe)  # the block's field is frozen
 
-    def __repr__(self) -> str:
-        return f"OpaqueBlock({len(self.data)} bytes, tokens {self.start} to {self.stop} from position {self.first})"
-
     @classmethod
     def read(cls, tensors: Mapping[str, Tensor]) -> OpaqueBlock:
         """Return the block for `tensors`. Raises DamagedBlockError if they are not those of such a block."""

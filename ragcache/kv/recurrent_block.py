@@ -26,9 +26,6 @@ class HybridBlock(MixedBlock):
         self.kv = kv
         self._states = tuple(states)
 
-    def __repr__(self) -> str:
-        return f"HybridBlock({self.kv!r}, {len(self.states)} states)"
-
     @property
     def states(self) -> tuple[StateMap, ...]:
         return self._states

@@ -36,9 +36,6 @@ class SparseBlock(KVBlock):
         if bool((mask[..., :num_tokens].sum(2) != count).any() or mask[..., num_tokens:].any()):
             raise DamagedBlockError(f"a head of a block does not hold {count} of its {num_tokens} tokens")
 
-    def __repr__(self) -> str:
-        return f"SparseBlock({self.held!r}, of {self.num_tokens} tokens)"
-
     @property
     def keys(self) -> Tensor:
         return self.held.keys

@@ -103,9 +103,6 @@ class SurveyedBlock(MixedBlock):
         self.sidecar = sidecar
         self.codec = SamKVCodec()
 
-    def __repr__(self) -> str:
-        return f"SurveyedBlock({self.kv!r})"
-
     @property
     def num_bytes(self) -> int:
         return super().num_bytes + self.sidecar.num_bytes
