@@ -168,19 +168,6 @@ class KVBlock:
         object.__setattr__(found, "recipe", recipe)  # the field is frozen
         return found
 
-    def equal(self, other: KVBlock) -> bool:
-        """Return whether both blocks are equal bit for bit."""
-        return (self.layers, self.num_tokens) == (other.layers, other.num_tokens) and all(
-            torch.equal(self.layer_keys(layer), other.layer_keys(layer))
-            and torch.equal(self.layer_values(layer), other.layer_values(layer))
-            and _same_places(self.places(layer), other.places(layer))
-            for layer in range(self.num_layers)
-        )
-
-
-def _same_places(own: Tensor | None, other: Tensor | None) -> bool:
-    return own is other if own is None or other is None else torch.equal(own, other)
-
 
 class MixedBlock(KVBlock):
     """A block whose layers differ, in their shape or in the number of tokens that they hold.

@@ -80,10 +80,3 @@ class OpaqueBlock(KVBlock):
     def part(self, start: int, stop: int) -> OpaqueBlock:
         """Return tokens [start, stop) of the block. The bytes are shared: the engine leaves out the others."""
         return OpaqueBlock(self.data, self.first, self.start + start, self.start + stop, self.recipe)
-
-    def equal(self, other: KVBlock) -> bool:
-        return (
-            isinstance(other, OpaqueBlock)
-            and (self.first, self.start, self.stop) == (other.first, other.start, other.stop)
-            and torch.equal(self.data, other.data)
-        )

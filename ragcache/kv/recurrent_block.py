@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from ragcache.kv.block import KVBlock, MixedBlock
 from ragcache.kv.block_key import Recipe
 from ragcache.kv.state import StateMap
-from ragcache.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,12 +35,3 @@ class HybridBlock(MixedBlock):
 
     def map(self, change: Callable[[Tensor], Tensor]) -> KVBlock:
         return HybridBlock(self.kv.map(change), [state.map(change) for state in self.states], self.recipe)
-
-    def equal(self, other: KVBlock) -> bool:
-        pairs = zip(self.states, other.states, strict=False)
-        return super().equal(other) and len(self.states) == len(other.states) and all(map(_same, pairs))
-
-
-def _same(pair: tuple[StateMap, StateMap]) -> bool:
-    own, other = (each.tensors for each in pair)
-    return own.keys() == other.keys() and all(torch.equal(own[name], other[name]) for name in own)

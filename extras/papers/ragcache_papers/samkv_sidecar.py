@@ -110,12 +110,6 @@ class SurveyedBlock(MixedBlock):
     def map(self, change: Callable[[Tensor], Tensor]) -> KVBlock:
         return SurveyedBlock(self.kv.map(change), self.sidecar.map(change))
 
-    def equal(self, other: KVBlock) -> bool:
-        if not isinstance(other, SurveyedBlock):
-            return False
-        own, theirs = self.sidecar.tensors, other.sidecar.tensors
-        return super().equal(other) and all(torch.equal(own[name], theirs[name]) for name in own)
-
 
 class SamKVCodec(RawCodec):
     """Unchanged blocks, with their sidecars in the same file: both are written, moved, checked and deleted together.
