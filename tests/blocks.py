@@ -5,11 +5,14 @@ import math
 from collections.abc import Iterable, Iterator
 
 import torch
+from sqlalchemy import select
 
 from ragcache.kv.block import KVBlock, MixedBlock
 from ragcache.kv.opaque_block import OpaqueBlock
 from ragcache.kv.sparse_block import keep
+from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
+from ragcache.store.schema import garbage
 from ragcache.store.tiers import Tier
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -116,3 +119,9 @@ def size_of(store: KVStore, key: str) -> int | None:
     """Bytes that reading the block from there moves."""
     stored = store.lookup([key]).get(key)
     return None if stored is None else stored.num_bytes
+
+
+def garbage_of(documents: DocumentStore) -> set[str]:
+    """The dropped handles whose KV bytes may still exist."""
+    with documents.database.read() as connection:
+        return set(connection.scalars(select(garbage.c.handle)))

@@ -197,14 +197,9 @@ class DocumentStore:
             rescue(connection)
         return [id for id in wanted if id in found]
 
-    def set_handle(self, vector_id: int, handle: str | None) -> None:
-        """Record the handle of a chunk's KV once it is computed (kv="lazy"), or None if the KV is lost. Raises
-        NoSuchDocumentError."""
-        self.set_handles({vector_id: handle})
-
     def set_handles(self, handles: Mapping[int, str | None]) -> None:
-        """Set the handles of several chunks, by vector id, in one transaction. Raises NoSuchDocumentError; then nothing
-        changed."""
+        """Set the handles of chunks, by vector id, in one transaction: of KV computed later (kv="lazy"), or None for
+        lost KV. Raises NoSuchDocumentError; then nothing changed."""
         with self.database.write() as connection:
             advance(connection, "generation", 0)
             for id, handle in handles.items():
@@ -495,14 +490,9 @@ class DocumentStore:
                 for handle in connection.scalars(select(chunks.c.handle).where(chunks.c.handle.in_(part)).distinct())
             }
 
-    def garbage(self) -> set[str]:
-        """Return the dropped handles whose KV bytes may still exist."""
-        with self.database.read() as connection:
-            return set(connection.scalars(select(garbage.c.handle)))
-
     def collectable(self) -> set[str]:
-        """Return the garbage that no chunk refers to. Delete its KV bytes under the writer lock, with no ingestion
-        running."""
+        """Return the dropped handles that no chunk refers to. Delete their KV bytes under the writer lock, with no
+        ingestion running."""
         with self.database.read() as connection:
             return set(connection.scalars(select(garbage.c.handle).where(~is_referenced())))
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from blocks import make_block, make_key, same
+from blocks import garbage_of, make_block, make_key, same
 from children import NUM_DOCUMENTS, NUM_KEYS, version_of
 from forked import Forked
 
@@ -189,7 +189,7 @@ def check_everything(store: DocumentStore, committed: dict[int, int]) -> None:
         handles |= {chunk.handle for chunk in chunks}
     assert unsure <= 1, "only the transaction under way may be unreported"
     assert store.handles() == handles
-    garbage = store.garbage()
+    garbage = garbage_of(store)
     assert garbage == store.collectable()
     assert not garbage & handles, "garbage is what no chunk refers to"
     store.clear_garbage(garbage)
