@@ -7,6 +7,7 @@ from families import FAMILIES, METHOD_FAMILIES, assert_same, causal_logits, orac
 import ragcache as rc
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError, StaleBlockError
 from ragcache.fusion import METHODS
+from ragcache.kv.block_key import block_key
 
 TWO = rc.Recipe(neighbours=2)
 CHUNKS = (7, 13, 4, 9)
@@ -149,13 +150,13 @@ def test_all_tokens_run_again_is_full_prefill_whatever_the_neighbours(load, fami
 def test_the_key_says_which_neighbours_in_which_order(lm):
     """What the keys are is held by test_wire.py."""
     keys = [
-        lm.block_key([1, 2, 3], rc.Recipe()),
-        lm.block_key([1, 2, 3], TWO),
-        lm.block_key([1, 2, 3], TWO, neighbours=[[4, 5]]),
-        lm.block_key([1, 2, 3], TWO, neighbours=[[4], [5]]),
-        lm.block_key([1, 2, 3], TWO, neighbours=[[5], [4]]),
-        lm.block_key([1, 2, 3], rc.Recipe(neighbours=3), neighbours=[[5], [4]]),
-        lm.block_key([1, 2, 3], rc.Recipe("prefix", neighbours=2), [9], neighbours=[[5], [4]]),
+        block_key(lm.fingerprint, rc.Recipe(), (), [1, 2, 3]),
+        block_key(lm.fingerprint, TWO, (), [1, 2, 3]),
+        block_key(lm.fingerprint, TWO, (), [1, 2, 3], neighbours=[[4, 5]]),
+        block_key(lm.fingerprint, TWO, (), [1, 2, 3], neighbours=[[4], [5]]),
+        block_key(lm.fingerprint, TWO, (), [1, 2, 3], neighbours=[[5], [4]]),
+        block_key(lm.fingerprint, rc.Recipe(neighbours=3), (), [1, 2, 3], neighbours=[[5], [4]]),
+        block_key(lm.fingerprint, rc.Recipe("prefix", neighbours=2), [9], [1, 2, 3], neighbours=[[5], [4]]),
     ]
     assert len(set(keys)) == len(keys)
 
