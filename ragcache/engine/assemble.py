@@ -40,7 +40,7 @@ from ragcache.ingest.chunker import Chunker, ChunkerConfig
 from ragcache.ingest.context_chunks import NEIGHBOURHOODS, Neighbourhood
 from ragcache.ingest.encoder import BlockKeys, ModelEncoder
 from ragcache.ingest.pipeline import Ingestor
-from ragcache.ingest.store_writer import IngestConfig
+from ragcache.ingest.read_limits import IngestConfig
 from ragcache.ingest.whole_chunker import PassthroughSplitter
 from ragcache.ingest.worker import Workers, WorkersConfig
 from ragcache.kv.block_key import PRIMER, Recipe

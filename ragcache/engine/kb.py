@@ -63,10 +63,9 @@ from ragcache.ingest.document import Document
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.ingest.ingest_run import Input
 from ragcache.ingest.pipeline import Ingestor
-from ragcache.ingest.read_limits import NO_TOKEN_LIMITS, TokenLimits
+from ragcache.ingest.read_limits import NO_TOKEN_LIMITS, IngestConfig, TokenLimits
 from ragcache.ingest.readers import SourceFile
 from ragcache.ingest.report import IngestReport, Progress
-from ragcache.ingest.store_writer import IngestConfig
 from ragcache.ingest.worker import WORKERS, WorkersConfig
 from ragcache.kv.block_key import Recipe
 from ragcache.models.block_model import BlockModel

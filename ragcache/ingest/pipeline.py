@@ -18,11 +18,10 @@ from functools import partial
 
 from ragcache import errors
 from ragcache.ingest.chunker import Chunker
-from ragcache.ingest.ingest_run import IngestRun, Input
+from ragcache.ingest.ingest_run import IngestRun, Input, StoreWriter
 from ragcache.ingest.read_limits import NO_TOKEN_LIMITS, TokenLimits
 from ragcache.ingest.report import IngestReport, Progress
 from ragcache.ingest.sandbox import IsolatedReader
-from ragcache.ingest.store_writer import StoreWriter
 from ragcache.ingest.whole_chunker import PassthroughSplitter
 from ragcache.ingest.worker import LocalWorkers, Worker, Workers
 from ragcache.models.deadline import Limit, limited
