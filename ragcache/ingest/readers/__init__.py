@@ -47,6 +47,12 @@ def readers() -> dict[str, str]:
     return {**{f".{name}": target for name, target in plugins.targets(plugins.READERS).items()}, **OWN}
 
 
+def kind_problem(suffix: str) -> str | None:
+    """Return why files with this suffix cannot be read, or None if they can."""
+    known = readers()
+    return None if suffix.lower() in known else f"files of kind {suffix!r} cannot be read; known are {' '.join(known)}"
+
+
 class SourceFile(NamedTuple):
     """A file to read, and its id.
 
@@ -110,9 +116,8 @@ def _find(path: Path, found: FileList) -> None:
                 found.skipped.append(file)
     elif not path.exists():
         found.failed.append(ReaderError(path, "there is no file or folder of this name"))
-    elif path.suffix.lower() not in readers():
-        known = " ".join(readers())
-        found.failed.append(ReaderError(path, f"files of kind {path.suffix!r} cannot be read; known are {known}"))
+    elif problem := kind_problem(path.suffix):
+        found.failed.append(ReaderError(path, problem))
     else:
         found.files.append(_source_file(path))
 
