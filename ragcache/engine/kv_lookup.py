@@ -169,7 +169,7 @@ class KVLookup:
 
 def _along(
     encoder: ModelEncoder, path: Path, loaded: LoadedBlocks, known: int, known_as: str
-) -> tuple[list[str], list[str]]:
+) -> tuple[Sequence[str], Sequence[str]]:
     """Return the handle and the origin of the KV of each passage of the path.
 
     loaded: blocks of the passages after the first `known` tokens
