@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from blocks import same
 from families import FAMILIES, assert_same, causal_logits, ids_of, oracle_logits_of, random_prompt
 from kit.makers import made_by
 from test_neighbours import one_forward
@@ -41,7 +42,7 @@ def test_an_empty_primer_is_the_recipe_prefix(lm):
     prompt = random_prompt(72, prefix=6, chunks=(7, 9))
     empty = lm.recipe(Recipe("primer", primer=()))
     assert empty == Recipe("prefix")
-    assert all(map(rc.KVBlock.equal, rc.encode(lm, prompt, empty), rc.encode(lm, prompt, "prefix")))
+    assert all(map(same, rc.encode(lm, prompt, empty), rc.encode(lm, prompt, "prefix")))
     assert block_key(lm.fingerprint, empty, [9], [1, 2]) == block_key(lm.fingerprint, Recipe("prefix"), [9], [1, 2])
 
 

@@ -225,7 +225,7 @@ with KVStore(disk / "kv", memory_bytes=0) as store:
                    lambda: store.delete(make_key(1))):
         with pytest.raises(StoreReadOnlyError, match=str(disk / "kv")):
             action()
-    assert store.get(make_key(1)).block.equal(make_block(1))
+    assert same(store.get(make_key(1)).block, make_block(1))
     assert store.get(make_key(2)) is None
 """
 
