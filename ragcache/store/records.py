@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ragcache.errors import ConfigError, DuplicateDocumentError, IngestError
 from ragcache.store.json_values import check_metadata, text_problem
-from ragcache.store.place_text import place_text
+from ragcache.store.places import place_text
 
 NOT_STORED = -1
 
