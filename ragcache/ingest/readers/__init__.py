@@ -32,7 +32,7 @@ OWN = {
     **dict.fromkeys((".txt", ".text", ".rst"), f"{_HERE}.plain:read_text"),
     **dict.fromkeys((".md", ".markdown"), f"{_HERE}.markdown:read_markdown"),
     **dict.fromkeys((".jsonl", ".ndjson"), f"{_HERE}.jsonl:read_jsonl"),
-    **dict.fromkeys(CODE.split(), f"{_HERE}.source_code:read_code"),
+    **dict.fromkeys(CODE.split(), f"{_HERE}.plain:read_code"),
 }
 
 
