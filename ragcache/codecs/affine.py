@@ -10,16 +10,12 @@ covers the group and |X - X'| <= s_X / 2 holds for the stored s_X.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcache.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
+from ragcache.lazy_torch import Tensor, torch
 
 # Up to this number zero points and scales are float16; above it, a restored float16 might overflow.
 _HALF_LIMIT = 2.0**15

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from ragcache.codecs.base import Codec
 from ragcache.errors import DamagedBlockError, UnencodableBlockError
 from ragcache.kv.block import KVBlock, Stored
 from ragcache.kv.block import Part as Part
 from ragcache.kv.cache_shape import LayerShape
-from ragcache.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from ragcache.lazy_torch import Tensor, torch
 
 PARTS: tuple[Part, Part] = ("keys", "values")
 FLOATS = ("torch.float32", "torch.bfloat16", "torch.float16")

@@ -6,17 +6,13 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from ragcache.errors import DamagedBlockError
 from ragcache.kv.block_key import Recipe
 from ragcache.kv.cache_shape import CacheShape, LayerShape
 from ragcache.kv.state import StateMap
-from ragcache.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
+from ragcache.lazy_torch import Tensor, torch
 
 Part = Literal["keys", "values"]
 

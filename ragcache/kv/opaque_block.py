@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from ragcache.errors import DamagedBlockError
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Recipe
 from ragcache.kv.cache_shape import LayerShape
-from ragcache.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from ragcache.lazy_torch import Tensor, torch
 
 DATA, SPAN = "opaque", "span"
 """A stored block's tensors: the bytes, and int64 [3]: `first`, `start` and `stop`."""

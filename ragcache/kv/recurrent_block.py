@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from ragcache.kv.block import KVBlock, MixedBlock
 from ragcache.kv.block_key import Recipe
 from ragcache.kv.state import StateMap
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from ragcache.lazy_torch import Tensor
 
 
 class HybridBlock(MixedBlock):

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from ragcache.errors import DamagedBlockError
 from ragcache.kv.block import KVBlock, MixedBlock, Part
 from ragcache.kv.block_key import Recipe
-from ragcache.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from ragcache.lazy_torch import Tensor, torch
 
 
 class SparseBlock(KVBlock):

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 import zstandard
 
 from ragcache.errors import DamagedBlockError
-from ragcache.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from ragcache.lazy_torch import Tensor, torch
 
 # What makes codes small is Huffman coding. Repeated runs are few and cost more than they save: a table of 64 entries
 # finds hardly any of them.

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, ClassVar
 from ragcache.codecs.none import RawCodec
 from ragcache.errors import DamagedBlockError
 from ragcache.kv.block import KVBlock, MixedBlock
-from ragcache.lazy_torch import torch
+from ragcache.lazy_torch import Tensor, torch
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ragcache.kv.exact import Exact
     from ragcache.kv.rope import Rope
     from ragcache.models.attention import Attended
