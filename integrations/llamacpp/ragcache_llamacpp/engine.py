@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ragcache.engine.answer import Done, Event, Source, Sources
+from ragcache.engine.answer import Done, Event, Sources
 from ragcache.engine.caches.prefix_cache import PrefixStats
 from ragcache.engine.contract import EmbeddedModel, reads_by_layout
 from ragcache.engine.estimate import PrefillEstimate
@@ -165,7 +165,8 @@ class LlamaEngine:
             known = len(sequence.elements)
             with limited(limit):
                 self._load(request, reading, passages, known)
-            yield Sources(self._sources(request, passages), options.choice.label, options.choice.why)
+            sources = sources_of(request, passages.handles, passages.origins)
+            yield Sources(sources, options.choice.label, options.choice.why)
             limit.check()
             with limited(limit):
                 started = time.perf_counter()
@@ -182,7 +183,7 @@ class LlamaEngine:
         if request.earlier_turns is not None:
             request.earlier_turns.answered(request.hits, output.turn, output.said(self.lm))
         counts = TokenCounts.of(layout.num_tokens, [computed], passages.encoded_tokens)
-        yield Done(output.answer(request, self._sources(request, passages), output.usage(counts)))
+        yield Done(output.answer(request, sources, output.usage(counts)))
 
     def clear(self) -> None:
         """Drop every kept sequence: any may hold a deleted passage."""
@@ -254,6 +255,3 @@ class LlamaEngine:
             thoughts=request.thoughts(self.lm.tokenizer),
             room=room,
         )
-
-    def _sources(self, request: Request, passages: Passages) -> list[Source]:
-        return sources_of(request, passages.handles, passages.origins)
