@@ -27,8 +27,8 @@ from ragcache.engine.kb import RagCache
 from ragcache.errors import IngestError
 from ragcache.ingest.chunker import ChunkerConfig
 from ragcache.ingest.document import Document
+from ragcache.ingest.read_limits import IngestConfig
 from ragcache.ingest.report import IngestReport
-from ragcache.ingest.store_writer import IngestConfig
 from ragcache.retrieval.embedder_types import Embedder
 
 WHOLE = "ingestion"

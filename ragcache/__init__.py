@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from ragcache.fusion.recompute import RecomputeContext, RecomputeMethod
     from ragcache.ingest.chunker import ChunkerConfig
     from ragcache.ingest.document import HANDLE_KEY, Document
+    from ragcache.ingest.read_limits import IngestConfig
     from ragcache.ingest.report import IngestReport, ProgressEvent
-    from ragcache.ingest.store_writer import IngestConfig
     from ragcache.kv.block import KVBlock
     from ragcache.kv.block_key import Recipe
     from ragcache.models.language_model import LanguageModel
@@ -115,7 +115,7 @@ _NAMES = {
     "fusion.recompute": "RecomputeContext RecomputeMethod",
     "ingest.chunker": "ChunkerConfig",
     "ingest.document": "HANDLE_KEY Document",
-    "ingest.store_writer": "IngestConfig",
+    "ingest.read_limits": "IngestConfig",
     "ingest.report": "IngestReport ProgressEvent",
     "kv.block": "KVBlock",
     "kv.block_key": "Recipe",

@@ -7,13 +7,8 @@ The distribution of that name on PyPI is another project; this project is `ragca
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
 
 from ragcache.errors import ForeignPackageError
-
-if TYPE_CHECKING:
-    import torch as torch
-
 
 NAME = "ragcache"
 # This project's own summary. Its distribution was once called `ragcache` too, and an old editable install is no error.

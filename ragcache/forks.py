@@ -6,12 +6,8 @@ Locks stay as they were at the fork: a child that waits for a thread or a lock o
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 from ragcache.errors import ForkedError
-
-if TYPE_CHECKING:
-    import torch as torch
 
 
 class Home:

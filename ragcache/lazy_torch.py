@@ -1,6 +1,7 @@
 """PyTorch, imported at its first use: the import takes seconds, and inspecting a store does not need it.
 
-Modules used by commands without models import `torch` from here, and types for annotations only under TYPE_CHECKING.
+Modules used by commands without models import `torch` from here, and `Tensor`, which is for annotations alone; other
+types for annotations they import only under TYPE_CHECKING.
 Anything from a module that imports transformers is imported by the function that calls it. `tests/cli/test_options.py`
 checks this.
 """
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch as torch
+    from torch import Tensor as Tensor
 else:
 
     class _Torch:
@@ -22,3 +24,4 @@ else:
             return getattr(module, name)
 
     torch = _Torch()
+    Tensor = Any

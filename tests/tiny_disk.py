@@ -13,7 +13,7 @@ MOUNT = """
 import ctypes, os, subprocess, sys
 from pathlib import Path
 import pytest
-from blocks import make_block, make_key
+from blocks import make_block, make_key, same
 numbers = {"uid_map": os.getuid(), "gid_map": os.getgid()}
 assert ctypes.CDLL(None).unshare(0x10020000) == 0, "no new user and mount namespaces"
 Path("/proc/self/setgroups").write_text("deny")

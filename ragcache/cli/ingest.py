@@ -174,20 +174,14 @@ def precompute(
         files = list(found) if sync else found
         report = kb.precompute(files, collection=collection, sync=sync and not failed, dry_run=dry_run)
     report.failed = [*failed, *report.failed]
-    if as_json:
-        terminal.print_json({**vars(report), "failed": failures_to_json(report)})
-    else:
-        rate = f", {report.tokens / report.elapsed_s:,.0f} tokens/s" if report.tokens and report.elapsed_s else ""
-        terminal.say(
-            f"{report.computed} passages of {report.tokens:,} tokens computed in "
-            f"{terminal.seconds_text(report.elapsed_s)}{rate}"
-            f"; {report.known} known, {len(report.forgotten)} forgotten, {len(report.failed)} failed"
-        )
-        terminal.say(report.kv_text)
-    for failure in report.failed:
-        terminal.say_error(failure.error)
-    if report.failed:
-        raise typer.Exit(terminal.FAILED)
+    rate = f", {report.tokens / report.elapsed_s:,.0f} tokens/s" if report.tokens and report.elapsed_s else ""
+    text = (
+        f"{report.computed} passages of {report.tokens:,} tokens computed in "
+        f"{terminal.seconds_text(report.elapsed_s)}{rate}"
+        f"; {report.known} known, {len(report.forgotten)} forgotten, {len(report.failed)} failed\n{report.kv_text}"
+    )
+    terminal.print_result(as_json, {**vars(report), "failed": failures_to_json(report)}, text)
+    _end(report.failed)
 
 
 def _passages(
@@ -239,9 +233,14 @@ def finish(report: IngestReport, as_json: bool, *, named: bool = False) -> None:
         terminal.print_json(report_to_json(report))
     else:
         print_report(report, named=named)
-    for failure in report.failed:
+    _end(report.failed)
+
+
+def _end(failed: Sequence[Failure]) -> None:
+    """Print each failure. Raises Exit if there is any."""
+    for failure in failed:
         terminal.say_error(failure.error)
-    if report.failed:
+    if failed:
         raise typer.Exit(terminal.FAILED)
 
 

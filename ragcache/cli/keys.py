@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ragcache.cli.flags import WAIT_S, Json, StoreOptions, Wait, open_for_care, option
-from ragcache.cli.terminal import command, print_json, print_table, say
+from ragcache.cli.terminal import command, print_json, print_result, print_table, say
 from ragcache.engine.keys import (
     LIMITS,
     SCOPES,
@@ -97,10 +97,8 @@ def keys(
     own = dict(_limit(one) for one in limits or ())
     made = Key(name, digest_of(secret.encode()), wanted, read, frozenset(writes or ()), own, ends)
     write_key_file(file, with_key(known, made))
-    if as_json:
-        print_json({"name": name, "secret": secret})
-    else:
-        say(f"{name}: {secret}\nThis is shown once. Clients send it as Authorization: Bearer SECRET.")
+    text = f"{name}: {secret}\nThis is shown once. Clients send it as Authorization: Bearer SECRET."
+    print_result(as_json, {"name": name, "secret": secret}, text)
 
 
 def _limit(given: str) -> tuple[str, float]:

@@ -1,4 +1,4 @@
-"""Uniform asymmetric quantisation in groups, which KIVI calls group-wise quantisation.
+"""Uniform asymmetric quantisation in groups, which KIVI calls group-wise quantisation, and its codes packed into bytes.
 
 For a group X with zero point z_X and scale s_X of B bits (KIVI, section 3; 2402.02750):
 
@@ -10,16 +10,12 @@ covers the group and |X - X'| <= s_X / 2 holds for the stored s_X.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcache.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
+from ragcache.lazy_torch import Tensor, torch
 
 # Up to this number zero points and scales are float16; above it, a restored float16 might overflow.
 _HALF_LIMIT = 2.0**15
@@ -99,3 +95,30 @@ def _rounded(numbers: Tensor, dtype: torch.dtype, sign: int) -> Tensor:
     rounded: NDArray[Any] = exact.astype({torch.float16: np.float16, torch.float32: np.float32}[dtype])
     wrong = rounded * np.float64(sign) < exact * sign
     return torch.from_numpy(np.where(wrong, np.nextafter(rounded, rounded.dtype.type(sign * np.inf)), rounded))
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack as many codes into a byte as fit: the first part of the tokens into the lowest bits, and so on.
+
+    [..., num_tokens, dim] -> [..., ceil(num_tokens * bits / 8), dim]. A byte holds codes from different parts of the
+    tokens, not from neighbouring tokens, so that packing and unpacking move whole runs of bytes.
+    """
+    rows = -(-codes.shape[-2] * bits // 8)
+    packed = codes[..., :rows, :].clone()
+    for place in range(1, 8 // bits):
+        part = codes[..., place * rows : (place + 1) * rows, :]
+        packed[..., : part.shape[-2], :] |= part << (place * bits)
+    return packed
+
+
+def unpack(packed: Tensor, bits: int, out: Tensor) -> None:
+    """Write the codes that `pack` has packed to `out`, [..., num_tokens, dim] in any dtype that holds them."""
+    if bits == 8:
+        out.copy_(packed)
+        return
+    rows, places = packed.shape[-2], 8 // bits
+    for place in range(places):
+        part = out[..., place * rows : (place + 1) * rows, :]
+        codes = packed[..., : part.shape[-2], :]
+        codes = codes >> (place * bits) if place else codes
+        part.copy_(codes & (2**bits - 1) if place < places - 1 else codes)

@@ -17,11 +17,9 @@ from ragcache.kv.opaque_block import DATA, OpaqueBlock
 from ragcache.kv.recurrent_block import HybridBlock
 from ragcache.kv.sparse_block import SparseBlock
 from ragcache.kv.state import StateMap
-from ragcache.lazy_torch import torch
+from ragcache.lazy_torch import Tensor, torch
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ragcache.kv.exact import Exact
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ragcache.codecs import Bases, Codec, get_codec
 from ragcache.codecs.container import (
@@ -21,11 +21,8 @@ from ragcache.errors import ConfigError, DamagedBlockError, PluginError, SchemaV
 from ragcache.files import Rename
 from ragcache.kv.block import KVBlock, MixedBlock
 from ragcache.kv.sparse_block import SparseBlock
-from ragcache.lazy_torch import torch
+from ragcache.lazy_torch import Tensor, torch
 from ragcache.seal import UNSEALED, Seal
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 FORMAT_VERSION = 1
 _WAY_OUT = "use the version that wrote it, or delete the block's document and ingest it again"

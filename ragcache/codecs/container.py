@@ -24,15 +24,12 @@ import stat
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from ragcache.errors import FAILED, DamagedBlockError, MissingBlockError, StoreError
 from ragcache.files import PAGE, Rename, atomic_write, write_all
-from ragcache.lazy_torch import torch
+from ragcache.lazy_torch import Tensor, torch
 from ragcache.seal import MARK_LENGTH, UNSEALED, FileSeal
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 ALIGNMENT = 64
 # PyTorch's name for each safetensors name.

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from ragcache.codecs.layered import BlockSpec, LayerCodec, Part, PartShape, expect, unit_roundoff
-from ragcache.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from ragcache.lazy_torch import Tensor, torch
 
 _ROUNDOFF = 2.0**-8  # 8 bits of significand
 _LEAST = 2.0**-134  # half of bfloat16's smallest step

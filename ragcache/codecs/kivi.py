@@ -9,16 +9,12 @@ the last tokens of a growing cache exact; a stored block does not grow, so it ne
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from ragcache.codecs.affine import group_size, num_groups, parameter_dtype, quantise, restore
+from ragcache.codecs.affine import group_size, num_groups, pack, parameter_dtype, quantise, restore, unpack
 from ragcache.codecs.layered import PARTS, BlockSpec, LayerCodec, Part, PartShape, expect, unit_roundoff
-from ragcache.codecs.packed_bits import pack, unpack
 from ragcache.kv.block import Stored
-from ragcache.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from ragcache.lazy_torch import Tensor, torch
 
 _HALF_BYTES = 2  # bytes of a scale, and of a zero point
 _GROUPED = {"keys": 2, "values": 3}  # of [num_layers, num_kv_heads, num_tokens, head_dim]

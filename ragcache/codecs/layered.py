@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from ragcache.codecs.base import Codec
 from ragcache.errors import DamagedBlockError, UnencodableBlockError
 from ragcache.kv.block import KVBlock, Stored
 from ragcache.kv.block import Part as Part
 from ragcache.kv.cache_shape import LayerShape
-from ragcache.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from ragcache.lazy_torch import Tensor, torch
 
 PARTS: tuple[Part, Part] = ("keys", "values")
 FLOATS = ("torch.float32", "torch.bfloat16", "torch.float16")
@@ -165,9 +162,6 @@ class EncodedBlock(KVBlock):
             raise DamagedBlockError(f"a block of codec {codec.name!r} does not hold the tensors {sorted(tensors)}")
         for part in PARTS:
             codec.check_part(part, self._parts[part], self._spec)
-
-    def __repr__(self) -> str:
-        return f"EncodedBlock({self.codec.name}, keys {tuple(self.key_shape)}, {self.dtype}, {self.num_bytes} bytes)"
 
     def part(self, part: Part) -> Mapping[str, Tensor]:
         """Return the encoded tensors of keys or values, by the codec's names."""

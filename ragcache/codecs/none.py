@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from ragcache.codecs.base import Codec
 from ragcache.errors import DamagedBlockError
 from ragcache.kv.block import KVBlock
 from ragcache.kv.cache_shape import LayerShape
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from ragcache.lazy_torch import Tensor
 
 
 class RawCodec(Codec):

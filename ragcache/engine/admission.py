@@ -14,7 +14,7 @@ from ragcache.errors import AnswerTooLargeError
 from ragcache.kv.buffers import LARGEST_STEP, capacity_for
 from ragcache.models.deadline import Limit
 from ragcache.models.language_model import LanguageModel
-from ragcache.models.machine_memory import machine_bytes
+from ragcache.models.machine import machine_bytes
 
 # Divisor of the device's memory that all answers may take together by default.
 DEFAULT_SHARE = 2

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 from ragcache.models.tool_calls import ToolCall
 from ragcache.store.records import Chunk
 
-if TYPE_CHECKING:
-    from ragcache.engine.reasons import Reason
+Why = Literal["found", "never stored", "evicted", "another model", "differs", "method cannot"]
 
 
 @dataclass(frozen=True)
@@ -106,6 +105,22 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
+class Reason:
+    """Why a passage is, or is not, read from stored KV.
+
+    passage: id of the passage; for text without an id, how it begins
+    why:     "another model": its KV is of another model, recipe, system prompt or collection
+    detail:  the tier of the KV, the method's reason, or both texts around the token that differs
+    place:   number of the passage's first token that differs; -1: none
+    """
+
+    passage: str
+    why: Why
+    detail: str = ""
+    place: int = -1
+
+
+@dataclass(frozen=True)
 class Answer:
     """An answer with its sources, times and token counts.
 
@@ -144,22 +159,10 @@ class Answer:
         return list(self.reasons())
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields as JSON values, the hits as `sources_to_json` writes them."""
-        return {
-            "text": self.text,
-            "hits": sources_to_json(self.hits),
-            "timings": asdict(self.timings),
-            "usage": asdict(self.usage),
-            "method": self.method,
-            "method_reason": self.method_reason,
-            "dropped": self.dropped,
-            "finish_reason": self.finish_reason,
-            "logprobs": None if self.logprobs is None else [asdict(logprob) for logprob in self.logprobs],
-            "tool_calls": [asdict(call) for call in self.tool_calls],
-            "reasoning": self.reasoning,
-            "dropped_turns": self.dropped_turns,
-            "stop": self.stop,
-        }
+        """Return all fields but `reasons` as JSON values, the hits as `sources_to_json` writes them."""
+        value = asdict(replace(self, hits=[], reasons=tuple))  # asdict would copy the store that `reasons` holds
+        del value["reasons"]
+        return value | {"hits": sources_to_json(self.hits)}
 
 
 def sources_to_json(hits: Sequence[Source]) -> list[dict[str, Any]]:

@@ -40,7 +40,7 @@ from ragcache.ingest.chunker import Chunker, ChunkerConfig
 from ragcache.ingest.context_chunks import NEIGHBOURHOODS, Neighbourhood
 from ragcache.ingest.encoder import BlockKeys, ModelEncoder
 from ragcache.ingest.pipeline import Ingestor
-from ragcache.ingest.store_writer import IngestConfig
+from ragcache.ingest.read_limits import IngestConfig
 from ragcache.ingest.whole_chunker import PassthroughSplitter
 from ragcache.ingest.worker import Workers, WorkersConfig
 from ragcache.kv.block_key import PRIMER, Recipe
@@ -421,12 +421,7 @@ def open_model(
             if (advice := advice_on(dtype)) is not None and find_device(device).type == "cpu":
                 log.warning("%s: %s", documents.database.where, advice)
         lm = load_lm(name, dtype=dtype, device=device)
-    kind = str(lm.dtype).removeprefix("torch.")
-    _refuse_other(bound, lm, lm.fingerprint, kind)
-    documents.bind("fingerprint", lm.fingerprint)
-    for name, value in (("model_name", lm.name), ("model_dtype", kind)):
-        if name not in bound:  # for information: the model may have moved, so only the fingerprint is checked
-            documents.bind(name, value)
+    _bind_model(documents, lm, lm.fingerprint, str(lm.dtype).removeprefix("torch."))
     if "checkpoint" not in bound and (files := checkpoint_digest(resolve(lm.name))) is not None:
         documents.bind("checkpoint", files)  # lets another engine check its files without weights
     return lm
@@ -439,16 +434,12 @@ def open_embedded(documents: DocumentStore, model: object, address: str) -> Embe
 
     Raises ConfigError (a loaded model, or none), ModelMismatchError and the engine's own errors.
     """
-    bound, engine = documents.properties(), address.partition(":")[0]
-    name = bound.get("model_name") if model is None else model
+    engine = address.partition(":")[0]
+    name = documents.properties().get("model_name") if model is None else model
     if not isinstance(name, str | Path):
         raise ConfigError(f"engine {engine} loads a model itself; name its file with model=", "model")
     lm = EMBEDDED[engine](name, address)
-    _refuse_other(bound, lm, lm.weights, engine)
-    bindings = {"fingerprint": lm.weights, "model_name": lm.name, "model_dtype": engine}
-    for key, value in bindings.items():
-        if key not in bound:
-            documents.bind(key, value)
+    _bind_model(documents, lm, lm.weights, engine)
     return lm
 
 
@@ -458,24 +449,25 @@ def embedded_engine(documents: DocumentStore) -> str | None:
     return kind if isinstance(kind, str) and kind in EMBEDDED else None
 
 
-def _refuse_other(bound: Mapping[str, object], lm: ModelCard, fingerprint: str, kind: str) -> None:
-    """Raise ModelMismatchError if the store's KV was made with another model.
+def _bind_model(documents: DocumentStore, lm: ModelCard, fingerprint: str, kind: str) -> None:
+    """Bind the store to a model. Raises ModelMismatchError if its KV was made with another model.
 
-    The message has the models' names, because a fingerprint means nothing to a reader.
-
-    bound: the store's properties
     fingerprint, kind: the model's fingerprint and dtype (or engine), as a store records them
     """
-    if bound.get("fingerprint") in (None, fingerprint):
-        return
-    made, opened = f"{bound.get('model_name')} in {bound.get('model_dtype')}", f"{lm.name} in {kind}"
-    if made == opened:
-        opened = "what is there now: its weights, configuration or tokenizer have changed since"
-    raise ModelMismatchError(
-        f"the store's KV was made with {made}, not with {opened} (their fingerprints differ); use that one, or make "
-        f"a new store of the same documents: `ragcache reencode NEW --store OLD --model {lm.name}`, in Python "
-        f"rc.RagCache.open(NEW, model={lm.name!r}).copy(rc.Store.open(OLD))"
-    )
+    bound = documents.properties()
+    if bound.get("fingerprint") not in (None, fingerprint):
+        # The message has the models' names, because a fingerprint means nothing to a reader.
+        made, opened = f"{bound.get('model_name')} in {bound.get('model_dtype')}", f"{lm.name} in {kind}"
+        if made == opened:
+            opened = "what is there now: its weights, configuration or tokenizer have changed since"
+        raise ModelMismatchError(
+            f"the store's KV was made with {made}, not with {opened} (their fingerprints differ); use that one, or "
+            f"make a new store of the same documents: `ragcache reencode NEW --store OLD --model {lm.name}`, in Python "
+            f"rc.RagCache.open(NEW, model={lm.name!r}).copy(rc.Store.open(OLD))"
+        )
+    for name, value in (("fingerprint", fingerprint), ("model_name", lm.name), ("model_dtype", kind)):
+        if name not in bound:  # name and dtype are for information: the model may have moved
+            documents.bind(name, value)
 
 
 def open_engine(

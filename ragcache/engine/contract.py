@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from ragcache import plugins
 from ragcache.engine.answer import Event
@@ -20,15 +20,13 @@ from ragcache.fusion.method import FusionMethod
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.kv.fused_cache import FusedCache
+from ragcache.lazy_torch import Tensor
 from ragcache.models.block_model import BlockModel
 from ragcache.models.card import ModelCard
 from ragcache.models.scheduler import PassStats
 from ragcache.plugins import Registry
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Engine(Protocol):

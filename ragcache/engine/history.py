@@ -23,34 +23,30 @@ SPACES = ("\u2581", "\u0120")
 
 @dataclass(frozen=True)
 class History:
-    """Everything read before this turn's passages in a conversation: texts as ids, and groups of passages, in order.
+    """Everything read before this turn's passages in a conversation: texts, and groups of passages, in order.
 
     again: passages of this turn that earlier turns have, too
     stays: number of parts at the beginning whose passages are never dropped: those of system messages
     """
 
-    parts: tuple[tuple[int, ...] | tuple[Hit, ...], ...]
+    parts: tuple[Text | tuple[Hit, ...], ...]
     again: tuple[Hit, ...] = ()
     stays: int = 0
 
     @property
     def hits(self) -> list[Hit]:
-        return [hit for part in self.parts for hit in part if isinstance(hit, Hit)]
+        return [hit for part in self.parts if not isinstance(part, Text) for hit in part]
 
     def prompt_parts(self) -> list[Part]:
-        parts: list[Part] = []
-        for part in self.parts:
-            hits = [hit for hit in part if isinstance(hit, Hit)]
-            if hits:
-                parts.append(Passages(tuple(tuple(hit.chunk.token_ids) for hit in hits)))
-            else:
-                parts.append(Text(tuple(id for id in part if isinstance(id, int))))
-        return parts
+        return [
+            part if isinstance(part, Text) else Passages(tuple(tuple(hit.chunk.token_ids) for hit in part))
+            for part in self.parts
+        ]
 
     def without_oldest(self) -> History | None:
         """Return the history without the passages of the oldest turn that has any, or None if no turn has any."""
         for place, part in enumerate(self.parts):
-            if place >= self.stays and part and isinstance(part[0], Hit):
+            if place >= self.stays and not isinstance(part, Text):
                 return replace(self, parts=self.parts[:place] + self.parts[place + 1 :])
         return None
 
@@ -150,14 +146,15 @@ class ConversationContext:
         for turn, hits in sorted(hits_by_turn.items()):
             once[turn] = [hit for hit in hits if tuple(hit.chunk.token_ids) not in seen]
             seen |= {tuple(hit.chunk.token_ids) for hit in hits}
-        parts, stays, standing = list[tuple[int, ...] | tuple[Hit, ...]](), 0, set(self._conversation.standing)
+        parts, stays, standing = list[Text | tuple[Hit, ...]](), 0, set(self._conversation.standing)
         for piece in self._without_double_space(pieces[:last]):
-            if part := self._part(piece, once):
+            if (part := self._part(piece, once)) not in (Text(()), ()):
                 parts.append(part)
             if isinstance(piece, Slot) and piece.turn in standing:
                 stays = len(parts)
-        behind = [id for piece in pieces[last + 1 :] for id in self._part(piece, hits_by_turn) if isinstance(id, int)]
-        return History(tuple(parts), stays=stays), behind
+        behind = (self._part(piece, hits_by_turn) for piece in pieces[last + 1 :])
+        suffix_ids = [id for part in behind if isinstance(part, Text) for id in part.ids]
+        return History(tuple(parts), stays=stays), suffix_ids
 
     def _without_double_space(self, pieces: Sequence[str | Slot | Said]) -> Iterator[str | Slot | Said]:
         """Yield the pieces without a template's space in front of an answer that begins with its own space.
@@ -171,14 +168,12 @@ class ConversationContext:
             if piece != "":
                 yield piece
 
-    def _part(
-        self, piece: str | Slot | Said, hits_by_turn: Mapping[int, Sequence[Hit]]
-    ) -> tuple[int, ...] | tuple[Hit, ...]:
+    def _part(self, piece: str | Slot | Said, hits_by_turn: Mapping[int, Sequence[Hit]]) -> Text | tuple[Hit, ...]:
         if isinstance(piece, str):
-            return tuple(encode_rendered(self._tokenizer, piece))
+            return Text(tuple(encode_rendered(self._tokenizer, piece)))
         if isinstance(piece, Said):
             known = self._memory.find(self._keys[piece.turn])
-            return known.answer_ids if known else tuple(encode_text(self._tokenizer, self._turns[piece.turn][1]))
+            return Text(known.answer_ids if known else tuple(encode_text(self._tokenizer, self._turns[piece.turn][1])))
         if piece.turn in hits_by_turn:
             return tuple(hits_by_turn[piece.turn])
         answer = self._answers[piece.turn]

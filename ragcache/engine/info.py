@@ -9,9 +9,9 @@ from ragcache.engine.store_config import StoreParts
 from ragcache.engine.usage_log import UsageLog
 from ragcache.errors import StoreUnreachableError
 from ragcache.models.primer import bound_primer
-from ragcache.store.document_counts import chunks_with
 from ragcache.store.foreign import ForeignUsage
 from ragcache.store.neighbours import NEIGHBOURS, SIMILARITY, NeighbourChoice
+from ragcache.store.schema import chunks_with
 
 PART = 1000
 

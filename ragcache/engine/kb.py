@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import Any, Self, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ragcache.engine.admission import Admission
 from ragcache.engine.aio import Threads, cancellable, streamed, threaded
-from ragcache.engine.answer import Answer, Event
+from ragcache.engine.answer import Answer, Event, Reason
 from ragcache.engine.assemble import (
     Components,
     OpenOptions,
@@ -63,10 +63,9 @@ from ragcache.ingest.document import Document
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.ingest.ingest_run import Input
 from ragcache.ingest.pipeline import Ingestor
-from ragcache.ingest.read_limits import NO_TOKEN_LIMITS, TokenLimits
+from ragcache.ingest.read_limits import NO_TOKEN_LIMITS, IngestConfig, TokenLimits
 from ragcache.ingest.readers import SourceFile
 from ragcache.ingest.report import IngestReport, Progress
-from ragcache.ingest.store_writer import IngestConfig
 from ragcache.ingest.worker import WORKERS, WorkersConfig
 from ragcache.kv.block_key import Recipe
 from ragcache.models.block_model import BlockModel
@@ -81,9 +80,6 @@ from ragcache.retrieval.retriever import Hit, Retriever
 from ragcache.runtime import team_ends
 from ragcache.store.collections import View
 from ragcache.store.schema import DEFAULT
-
-if TYPE_CHECKING:
-    from ragcache.engine.reasons import Reason
 
 log = logging.getLogger(__name__)
 Inputs = Iterable[Input] | Input
@@ -276,7 +272,7 @@ class RagCache(Store):
     ) -> IngestReport:
         """Store files, folders and Document objects; see `Ingestor.ingest`.
 
-        kv: when KV is computed; None: as StoreConfig says, or "lazy" if the model runs in another engine
+        kv: when KV is computed; None: "eager", or "lazy" if the model runs in another engine
         replace:  False: a document whose id is stored with another text fails (DocumentExistsError)
         split:    False stores every document unchanged as a single passage, whose chunk has the document's id
         sync:     delete documents whose files have vanished from the given files and folders, and follow renames
@@ -388,8 +384,8 @@ class RagCache(Store):
         return Precompute(self._parts).forget(chunk_ids, sources, given, collection)
 
     def _kv_mode(self) -> str:
-        if self._encoder is not None or self.config.kv == "lazy":
-            return self.config.kv
+        if self._encoder is not None:
+            return "eager"
         log.warning("documents are stored without KV: the engine computes answers alone, and `ragcache ingest` the KV")
         return "lazy"
 

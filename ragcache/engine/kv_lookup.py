@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ragcache.engine.answer import Source, Usage
+from ragcache.engine.answer import Source
 from ragcache.engine.caches.prefix_nodes import common_length
 from ragcache.engine.caches.prefixes import Path, Prefixes, PrefixKV
 from ragcache.engine.loader import COMPUTED, BlockLoader, LoadedBlocks
-from ragcache.engine.output import OutputProcessor
+from ragcache.engine.output import sources_of
 from ragcache.engine.request import Request
 from ragcache.fusion.fuse import FuseOutput
 from ragcache.fusion.method import FusionMethod
@@ -42,18 +42,6 @@ class ResolvedKV:
     loaded: LoadedBlocks
     sources: list[Source]
 
-    def usage(self, fused: FuseOutput, output: OutputProcessor, pinned_tokens: int = 0) -> Usage:
-        counts = fused.counts(self.prefix.created_tokens + self.loaded.encoded_tokens)
-        return Usage(
-            fused.prompt_tokens,
-            counts.cached,
-            len(output.ids),
-            counts.created,
-            counts.computed,
-            output.reasoning_tokens,
-            pinned_tokens,
-        )
-
 
 @dataclass(eq=False, repr=False)
 class KVLookup:
@@ -82,20 +70,17 @@ class KVLookup:
             elif request.options.method.reuses_blocks and base is None:
                 chunks = [hit.chunk for hit in request.hits]
                 ids = request.options.method.prefix_ids(self.lm, request.prompt)
-                encoder = self._encoder_behind(encoder, ids, prefix)
+                encoder = encoder.after(ids, lambda _: nullcontext(prefix.exact))
             if chunks:
                 passing, ahead = encoder is not self.encoder, request.options.ahead
                 loaded = self._loader.load(encoder, self._documents, chunks, passing=passing, ahead=ahead)
             if path is not None and base is None:
-                sources = self._along(
-                    encoder, request, path, loaded, known, COMPUTED if prefix.created_tokens else EXACT
-                )
+                known_as = COMPUTED if prefix.created_tokens else EXACT
+                handles, origins = _along(encoder, path, loaded, known, known_as)
             else:
+                handles = loaded.handles or encoder.keys([hit.chunk for hit in request.hits])
                 origins = loaded.origins or [UNUSED if base is None else SHARED] * len(request.hits)
-                keys = loaded.handles or encoder.keys([hit.chunk for hit in request.hits])
-                rows = zip(request.hits, keys, origins, strict=True)
-                sources = [Source(hit.chunk, hit.score, handle, origin) for hit, handle, origin in rows]
-            yield ResolvedKV(path, prefix, loaded, sources)
+            yield ResolvedKV(path, prefix, loaded, sources_of(request, handles, origins))
 
     def keep(self, request: Request, resolved: ResolvedKV, answer_ids: Sequence[int], fused: FuseOutput) -> None:
         """Keep the KV of the prompt and its answer, if the prefix tree can hold it."""
@@ -137,10 +122,9 @@ class KVLookup:
         goes_on = request.options.found if method.reuses_blocks else method.takes_exact
         if earlier_turns is None and not goes_on:
             return None
-        hits = [*(earlier_turns.history.hits if earlier_turns else ()), *request.hits]
         salt = request.filter_salt if self.encoder.recipe.neighbours else ""
         seen = self._prefixes.generation.seen
-        return Path(request.plan.parts, request.plan.layout, hits, len(request.hits), seen, salt)
+        return Path(request.plan.parts, request.plan.layout, request.all_hits, seen, salt)
 
     def _prefix(
         self, request: Request, path: Path | None, base: SharedContext | None
@@ -181,43 +165,18 @@ class KVLookup:
         """Return the store's encoder, or an encoder that leaves out neighbours which the question's filter hides."""
         return self.encoder.passing(request.options.where)
 
-    def _encoder_behind(self, own: ModelEncoder, ids: list[int], prefix: PrefixKV) -> ModelEncoder:
-        """Return the encoder `own`, or an encoder for the prefix `ids` if blocks depend on their prefix.
 
-        prefix: the KV of `ids`
-        """
-        if not own.recipe.needs_prefix or ids == own.prefix_ids:
-            return own
-        return ModelEncoder(
-            self.lm,
-            own.recipe,
-            ids,
-            own.salt,
-            read_prefix=lambda _: nullcontext(prefix.exact),
-            on_encoded=own.on_encoded,
-            neighbourhood=own.neighbourhood,
-        )
+def _along(
+    encoder: ModelEncoder, path: Path, loaded: LoadedBlocks, known: int, known_as: str
+) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the handle and the origin of the KV of each passage of the path.
 
-    def _along(
-        self, encoder: ModelEncoder, request: Request, path: Path, loaded: LoadedBlocks, known: int, known_as: str
-    ) -> list[Source]:
-        """Return this turn's passages, including those that earlier turns have read, with the origin of their KV.
-
-        loaded: blocks of the passages after the first `known` tokens
-        known_as: origin of passages within the first `known` tokens, whose KV was exact
-        """
-        fresh = iter(zip(loaded.handles, loaded.origins, strict=True))
-        keys = encoder.keys([hit.chunk for _, hit in path.passages])
-        sources = []
-        for (piece, hit), key in zip(path.passages, keys, strict=True):
-            if path.layout.separate and piece.end > known:
-                handle, origin = next(fresh)
-            else:
-                handle, origin = key, known_as if piece.end <= known else UNUSED
-            sources.append(Source(hit.chunk, hit.score, handle, origin))
-        by_ids = {tuple(source.chunk.token_ids): source for source in sources}
-        again = request.earlier_turns.history.again if request.earlier_turns else ()
-        return [
-            *sources[len(sources) - path.asked :],
-            *(replace(by_ids[tuple(hit.chunk.token_ids)], chunk=hit.chunk, score=hit.score) for hit in again),
-        ]
+    loaded: blocks of the passages after the first `known` tokens
+    known_as: origin of passages within the first `known` tokens, whose KV was exact
+    """
+    handles = encoder.keys([hit.chunk for hit in path.hits])
+    origins = [known_as if piece.end <= known else UNUSED for piece in path.layout.passages]
+    placed = [piece.passage for piece in path.layout.placed(known) if piece.passage is not None]
+    for rank, handle, origin in zip(placed, loaded.handles, loaded.origins, strict=True):
+        handles[rank], origins[rank] = handle, origin
+    return handles, origins

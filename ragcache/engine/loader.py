@@ -458,11 +458,11 @@ class _Question:
         try:
             stored = self._kv.put(handle, block)
             if chunk.handle != handle:
-                self._documents.set_handle(chunk.vector_id, handle)
+                self._documents.set_handles({chunk.vector_id: handle})
             elif not self._documents.chunks_by_vector_ids([chunk.vector_id]):
                 self._forget(handle)
             if chunk.neighbours and self._encoder.keys([chunk]) != [handle]:
-                self._documents.set_handle(chunk.vector_id, None)
+                self._documents.set_handles({chunk.vector_id: None})
                 self._forget(handle)
         except errors.NoSuchDocumentError:
             self._forget(handle)

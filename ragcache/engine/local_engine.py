@@ -6,7 +6,6 @@ import time
 from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 
 from ragcache.engine.admission import Size, kv_bytes, tokens_within
 from ragcache.engine.answer import Done, Event, Sources
@@ -27,7 +26,6 @@ from ragcache.models.graphs import use_graphs
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.machine import translate_device_errors
 from ragcache.models.scheduler import PassStats
-from ragcache.models.thoughts import ThoughtLimit
 
 WARM_TOKENS = 16
 
@@ -115,7 +113,8 @@ class LocalEngine:
                 fused.cache.release()
             if request.earlier_turns is not None:
                 request.earlier_turns.answered(request.hits, output.turn, output.said(self.lm))
-            usage = resolved.usage(fused, output, self.lookup.pin(request, resolved.path))
+            counts = fused.counts(resolved.prefix.created_tokens + resolved.loaded.encoded_tokens)
+            usage = output.usage(counts, self.lookup.pin(request, resolved.path))
             yield Done(output.answer(request, resolved.sources, usage))
 
     def clear(self) -> None:
@@ -168,10 +167,6 @@ class LocalEngine:
         self, request: Request, fused: FuseOutput, output: OutputProcessor, shared: SharedPrefixRef, most: int
     ) -> Generator[int, None, None]:
         cache, read, options = fused.cache, fused.cache.own_tokens, request.options
-        thoughts = None
-        if options.thinking is not None:
-            is_open = request.has_begun_thoughts(self.lm.tokenizer)
-            thoughts = partial(ThoughtLimit, options.thinking, self.lm.tokenizer, options.thinking_budget, is_open)
 
         def more() -> int:
             """Make room for half as many tokens as the cache holds, but at least ANSWER_TOKENS; return how many.
@@ -197,6 +192,6 @@ class LocalEngine:
             limit=request.limit,
             more=more,
             most=most,
-            thoughts=thoughts,
+            thoughts=request.thoughts(self.lm.tokenizer),
             room=self.prompts.room_at_first(fused.next_position, options),
         )

@@ -69,7 +69,6 @@ class StoreConfig(Config):
                   primer
     neighbours_from: "similarity": the nearest chunks; "document": the preceding chunks of its document; None: as the
                      store was created, for a new store similarity (document if `is_shared`)
-    kv:           default for the `kv` of `ingest`, see `Ingestor.ingest`
     learn:        "second": text of a prompt that an earlier prompt had elsewhere is kept in the foreign cache; "first":
                   at once; "off": never
     measure_s:    seconds to measure at the first opening with a model; later openings measure the disk alone, in a
@@ -140,7 +139,6 @@ class StoreConfig(Config):
             "own if not given.",
         ),
     ] = field(default=None, repr=False)  # may contain a password
-    kv: str = "eager"
     foreign_cache: Annotated[
         int, Size("--foreign-cache", "Disk budget for KV of prompts, and of passages that are no document's; 0: none.")
     ] = 10 << 30

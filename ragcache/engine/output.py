@@ -9,6 +9,7 @@ from typing import Literal
 from ragcache.engine.answer import Answer, Event, Reasoning, Source, Token, TokenLogprob, Usage
 from ragcache.engine.conversation import said
 from ragcache.engine.request import Request
+from ragcache.fusion.fuse import TokenCounts
 from ragcache.models.card import ModelCard
 from ragcache.models.generate import Detokenizer
 from ragcache.models.sampler import TokenScores
@@ -82,6 +83,11 @@ class OutputProcessor:
             request.options.dropped_turns,
             self.stop,
         )
+
+    def usage(self, counts: TokenCounts, pinned_tokens: int = 0) -> Usage:
+        """Return the token counts of the answer and its prompt. counts: of the prompt"""
+        computed, created, cached = counts
+        return Usage(sum(counts), cached, len(self.ids), created, computed, self.reasoning_tokens, pinned_tokens)
 
     def add(self, card: ModelCard, token: int) -> None:
         """Append the next token."""
@@ -171,9 +177,9 @@ def sources_of(request: Request, handles: Sequence[str], origins: Sequence[str])
 
     handles, origins: handle and origin of the KV of each passage of earlier turns, then of each new passage
     """
-    again = request.earlier_turns.history.again if request.earlier_turns is not None else ()
-    hits = [*request.earlier_turns.history.hits, *request.hits] if request.earlier_turns is not None else request.hits
-    found = {
-        tuple(hit.chunk.token_ids): (handle, origin) for hit, handle, origin in zip(hits, handles, origins, strict=True)
-    }
-    return [Source(hit.chunk, hit.score, *found[tuple(hit.chunk.token_ids)]) for hit in (*request.hits, *again)]
+    again = request.earlier_turns.history.again if request.earlier_turns else ()
+    kv = list(zip(handles, origins, strict=True))
+    by_ids = {tuple(hit.chunk.token_ids): own for hit, own in zip(request.all_hits, kv, strict=True)}
+    rows = list(zip(request.hits, kv[len(kv) - len(request.hits) :], strict=True))
+    rows += [(hit, by_ids[tuple(hit.chunk.token_ids)]) for hit in again]
+    return [Source(hit.chunk, hit.score, *own) for hit, own in rows]

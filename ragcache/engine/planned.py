@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ragcache.engine.answer import Reason
 from ragcache.engine.assemble import Components
 from ragcache.engine.caches.passage_finder import PassageFinder
 from ragcache.engine.loader import Prefetch
 from ragcache.engine.options import DEFAULT_K
 from ragcache.engine.questions import Questions
-from ragcache.engine.reasons import Reason
 from ragcache.engine.request import Clock, Request
 from ragcache.engine.why import explain_read
 

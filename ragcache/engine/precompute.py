@@ -9,11 +9,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ragcache.engine.attach import collection_of, find_adapter
 from ragcache.engine.passages import Passage, text_field
@@ -66,14 +65,6 @@ class PrecomputeReport:
     def kv_text(self) -> str:
         """Return kv_bytes and the budget in words."""
         return f"their KV takes {bytes_text(self.kv_bytes)} of {bytes_text(self.budget_bytes)} (--foreign-cache)"
-
-
-class _Text(NamedTuple):
-    id: str
-    text: str
-    source: str = ""
-    title: str = ""
-    metadata: Mapping[str, Any] = MappingProxyType({})
 
 
 class Precompute:
@@ -134,7 +125,7 @@ class Precompute:
         return report.forgotten
 
     def _group(
-        self, group: Sequence[_Text], collection: str, report: PrecomputeReport, sync: bool, dry_run: bool
+        self, group: Sequence[Document], collection: str, report: PrecomputeReport, sync: bool, dry_run: bool
     ) -> set[str]:
         """Compute the KV of a group of texts; return the ids that name them in the collection.
 
@@ -168,7 +159,7 @@ class Precompute:
         report.handles += handles
         return set(names)
 
-    def _read(self, text: _Text, report: PrecomputeReport) -> Chunk | None:
+    def _read(self, text: Document, report: PrecomputeReport) -> Chunk | None:
         """Return the passage as the model reads it, or None if the model cannot read it."""
         try:
             if not text.text.strip():
@@ -259,13 +250,13 @@ def _foreign(kv: KVStore) -> tuple[KVStore, PassageList]:
     return kv.foreign, kv.passages
 
 
-def _texts(given: Any) -> Iterator[_Text]:
+def _texts(given: Any) -> Iterator[Document]:
     """Yield each passage in `given`, whatever its container type. Raises ConfigError if `given` holds no passages."""
     if isinstance(given, str):
-        yield _Text("", given)
+        yield Document("", given)
     elif isinstance(given, Document):
         title = given.title or text_field(given.metadata, "title")
-        yield _Text(given.id, given.text, given.source, title, given.metadata)
+        yield replace(given, title=title)
     elif isinstance(given, Passage):
         yield from _texts(
             Document(given.id or "", given.text, given.metadata, source=text_field(given.metadata, "source"))
@@ -273,7 +264,7 @@ def _texts(given: Any) -> Iterator[_Text]:
     elif isinstance(given, Hit):
         yield from _texts(given.chunk)
     elif isinstance(given, Chunk):
-        yield _Text(given.id, given.text, given.document_id, given.title, given.metadata)
+        yield Document(given.id, given.text, given.metadata, given.title, given.document_id)
     elif (adapter := find_adapter(given)) is not None:
         yield from _texts(adapter.documents(given))
     elif isinstance(given, Iterable) and not isinstance(given, bytes):

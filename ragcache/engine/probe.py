@@ -16,9 +16,9 @@ from typing import TypeVar
 import torch
 
 from ragcache.codecs import Codec
-from ragcache.codecs.sample_block import example_block
 from ragcache.engine.rates import RateFigures, Rates, machine_key
 from ragcache.files import PAGE, read_at
+from ragcache.kv.block import example_block
 from ragcache.kv.block_key import Recipe
 from ragcache.models.kvzip import replay_ids
 from ragcache.models.language_model import LanguageModel

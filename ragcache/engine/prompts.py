@@ -261,14 +261,17 @@ class Prompts:
         """Return the question over as many hits as fit, with the plan of its prompt.
 
         Without `earlier_turns`, `full` reads prompts that the method could not: see `_settled`. With them, the order
-        and the method stay. Raises the errors of `prompt`.
+        and the method stay. Passages in a shared order are counted, and later questions are ordered by these counts.
+        Raises the errors of `prompt`.
         """
         reuse = None
         if earlier_turns is None:
             options, reuse = self._settled(ends, hits, options)
         if reuse is None:
             if earlier_turns is None:
-                ends, hits = self.ordered(ends, hits, options)
+                ends, hits = self._in_order(ends, hits, options)
+                if _takes_order(ends, options):
+                    self._read_counts.count([tuple(hit.chunk.token_ids) for hit in hits])
             prompt, dropped = self.prompt(ends, hits, options)
             reuse = prompt, dropped, self._plan(prompt, options, earlier_turns)
         prompt, dropped, plan = reuse
@@ -313,24 +316,14 @@ class Prompts:
             read = prompt.parts
         return PromptPlan.of(self.lm, method, read, self.block_keys.recipe)
 
-    def ordered(
+    def _in_order(
         self, ends: PromptEnds, hits: Sequence[Hit], options: RequestOptions
     ) -> tuple[PromptEnds, Sequence[Hit]]:
         """Return the passages in the order that shares most with the prefix tree, and add the hint, if order="shared".
 
         Each passage is then returned once. Methods that read blocks ignore the order, since a block is reusable at any
-        position; passages with labels keep theirs. The passages read are counted, and later questions are ordered by
-        these counts.
+        position; passages with labels keep theirs.
         """
-        ends, hits = self._in_order(ends, hits, options)
-        if _takes_order(ends, options):
-            self._read_counts.count([tuple(hit.chunk.token_ids) for hit in hits])
-        return ends, hits
-
-    def _in_order(
-        self, ends: PromptEnds, hits: Sequence[Hit], options: RequestOptions
-    ) -> tuple[PromptEnds, Sequence[Hit]]:
-        """Order the passages as `ordered` does, without counting."""
         if not _takes_order(ends, options):
             return ends, hits
         once = list({tuple(hit.chunk.token_ids): hit for hit in hits}.values())

@@ -183,12 +183,11 @@ class TierRate:
 
 
 class ComputeRate:
-    """Time that the encoder takes for a batch: a prefill's time, corrected by real computations. Thread-safe."""
+    """Time that the encoder takes for a batch, by its padded tokens. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._prefill: PrefillRate | None = None
-        self._correction = Smoothed(1.0)
+        self._lock = threading.Lock()
+        self._s_per_token: Smoothed | None = None
 
     def seconds(self, lengths: Sequence[int]) -> float:
         """Return the seconds for a batch of chunks of these lengths, in tokens, padded to the longest."""
@@ -196,22 +195,24 @@ class ComputeRate:
         return len(lengths) * rate.seconds(max(lengths, default=0))
 
     def set(self, prefill: PrefillRate) -> None:
+        """Set the rate to that of a probe, or of an earlier process; the first batch replaces it."""
         with self._lock:
-            self._prefill, self._correction = prefill, Smoothed(1.0)
+            self._s_per_token = Smoothed(prefill.linear)
 
     def add(self, lengths: Sequence[int], seconds: float) -> None:
         """Learn from a batch of chunks. lengths: their tokens; seconds: how long the batch took"""
+        measured = max(seconds, 1e-9) / max(1, len(lengths) * max(lengths))
         with self._lock:
-            if self._prefill is None:
-                self.set(PrefillRate(seconds / max(1, len(lengths) * max(lengths)), 0.0))
+            if self._s_per_token is None:
+                self._s_per_token = Smoothed(measured)
             else:
-                self._correction.add(max(seconds, 1e-9) * self._correction.value / max(self.seconds(lengths), 1e-9))
+                self._s_per_token.add(measured)
 
     @property
     def prefill(self) -> PrefillRate | None:
-        """Return the prefill rate as computations have corrected it, or None before the first measurement."""
+        """Return the prefill rate, or None before the first measurement."""
         with self._lock:
-            return None if self._prefill is None else self._prefill.scaled(self._correction.value)
+            return None if self._s_per_token is None else PrefillRate(self._s_per_token.value, 0.0)
 
 
 @dataclass(frozen=True)

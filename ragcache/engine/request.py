@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, get_args
 
 from transformers import PreTrainedTokenizerBase
@@ -23,7 +23,7 @@ from ragcache.fusion.method import FusionMethod
 from ragcache.kv.block_key import digest
 from ragcache.models.deadline import Limit
 from ragcache.models.sampler import Sampling
-from ragcache.models.thoughts import Thinking
+from ragcache.models.thoughts import Form, Thinking, ThoughtLimit
 from ragcache.prompt import Prompt
 from ragcache.retrieval.retriever import Hit
 
@@ -113,6 +113,11 @@ class Request:
     limit: Limit
     earlier_turns: EarlierTurns | None
 
+    @property
+    def all_hits(self) -> list[Hit]:
+        """Return the passages of earlier turns, then this question's."""
+        return [*(self.earlier_turns.history.hits if self.earlier_turns else ()), *self.hits]
+
     def has_begun_thoughts(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         """Return whether the prompt ends with the opening of the model's thoughts.
 
@@ -121,6 +126,13 @@ class Request:
         thinking, inside = self.options.thinking, self.options.continues
         ids = self.prompt.suffix_ids if inside else self.prompt.ids  # a passage may reach into the template's tail
         return thinking is not None and thinking.is_open(tokenizer, ids, inside=inside)
+
+    def thoughts(self, tokenizer: PreTrainedTokenizerBase) -> Callable[[Form | None], Form] | None:
+        """Return a function that limits the thoughts before a form (`decode`), or None if the model does not think."""
+        thinking, budget = self.options.thinking, self.options.thinking_budget
+        if thinking is None:
+            return None
+        return partial(ThoughtLimit, thinking, tokenizer, budget, self.has_begun_thoughts(tokenizer))
 
     @cached_property
     def filter_salt(self) -> str:

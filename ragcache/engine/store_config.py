@@ -104,16 +104,8 @@ def open_foreign(
     """
     if not config.foreign_cache:
         return None
-    return KVStore(
-        root,
-        memory_bytes=0,
-        disk_bytes=config.foreign_cache,
-        ttl_s=config.ttl_s,
-        eviction=config.eviction,
-        read_only=config.read_only,
-        seal=seal,
-        alive=alive,
-    )
+    own = replace(config, memory_bytes=0, device_bytes=0, disk_bytes=config.foreign_cache, codec="raw", admission="all")
+    return open_kv(root, own, seal=seal, alive=alive)
 
 
 def open_kv_to_fill(

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ragcache.engine.answer import Reason
 from ragcache.engine.assemble import Components
 from ragcache.engine.caches.prefix_nodes import common_length
-from ragcache.engine.reasons import Reason
 from ragcache.engine.verdict import Choice
 from ragcache.prompt import Prompt
 from ragcache.store.foreign import WINDOW, window_hashes

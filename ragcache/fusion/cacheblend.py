@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from ragcache.errors import ConfigError
 from ragcache.fusion import recompute
 from ragcache.fusion.layout import Layout
-from ragcache.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from ragcache.lazy_torch import Tensor, torch
 
 CHECK_LAYER = 1
 WIDER = 0.25  # gradual filtering begins this much above the ratio and ends this much below it

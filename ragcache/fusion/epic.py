@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from ragcache.fusion.layout import Layout, Span
 from ragcache.fusion.recompute import RecomputeContext, RecomputeMethod, check_tokens, edge_spans
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from ragcache.lazy_torch import Tensor
 
 
 @dataclass(frozen=True)

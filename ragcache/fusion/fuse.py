@@ -17,7 +17,7 @@ from ragcache.fusion.method import FusionMethod, PhaseTimes, PrefillOutput, Pref
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Neighbours, Recipe
 from ragcache.kv.buffers import SharedContext
-from ragcache.kv.exact import Exact, ExactBlock
+from ragcache.kv.exact import Exact
 from ragcache.models.card import ModelCard
 from ragcache.models.kvzip import num_kept
 from ragcache.models.language_model import LanguageModel
@@ -178,7 +178,6 @@ def fuse(
     blocks: Sequence[KVBlock] | None = None,
     *,
     recipe: str | Recipe | None = None,
-    prefix_block: KVBlock | None = None,
     reserve_tokens: int = 64,
     exact: Exact | None = None,
     base: SharedContext | None = None,
@@ -193,7 +192,6 @@ def fuse(
                     they are encoded here
     recipe:         how the blocks were (or are to be) encoded; None: the blocks' own recipe, else as `block_recipe`
                     chooses
-    prefix_block:   the prefix's KV as an isolated block, instead of `exact`
     reserve_tokens: room to leave in the cache for decoding; the cache grows when more is needed
     exact:          KV of the prompt's first tokens, from `LanguageModel.read` or a PrefixCache. For a Prompt and a
                     method that reads blocks, these tokens are `method.prefix_ids`: the prefix and the tokens that the
@@ -208,15 +206,7 @@ def fuse(
     prompt), ContextTooLongError, PromptError.
     """
     plan = PromptPlan.of(lm, get_method(method, **options), prompt, recipe, blocks=blocks)
-    return prefill(
-        lm,
-        plan,
-        blocks,
-        prefix_block=prefix_block,
-        reserve_tokens=reserve_tokens,
-        exact=exact,
-        base=base,
-    )
+    return prefill(lm, plan, blocks, reserve_tokens=reserve_tokens, exact=exact, base=base)
 
 
 def prefill(
@@ -224,7 +214,6 @@ def prefill(
     plan: PromptPlan,
     blocks: Sequence[KVBlock] | None = None,
     *,
-    prefix_block: KVBlock | None = None,
     reserve_tokens: int = 64,
     exact: Exact | None = None,
     base: SharedContext | None = None,
@@ -238,11 +227,6 @@ def prefill(
             "blocks, a Prompt, or recipe='isolated'"
         )
     prefix_ids, suffix_tokens = plan.prefix_ids, plan.parts[-1].num_tokens
-    if prefix_block is not None and layout.separate:
-        if exact is not None:
-            raise ConfigError("prefix_block and exact exclude each other: both are the prefix's KV; give one")
-        check_block(lm, "the prefix", prefix_block, len(prefix_ids))
-        exact = ExactBlock(prefix_block, lm.rope, lm.shape)
     if exact is not None:
         _check_exact(method, layout, exact, len(prefix_ids) if isinstance(prompt, Prompt) else None)
     _check_base(method, layout, base, suffix_tokens)

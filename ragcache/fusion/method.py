@@ -19,13 +19,11 @@ from ragcache.fusion.layout import NO_ADDITIONS, AddedTokens, Layout, Span, lay_
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import RECIPE_NAMES, Recipe
 from ragcache.kv.state import compose
-from ragcache.lazy_torch import torch
+from ragcache.lazy_torch import Tensor, torch
 from ragcache.models.card import ModelCard
 from ragcache.prompt import Part, Passages, Prompt
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ragcache.kv.buffers import SharedContext
     from ragcache.kv.exact import Exact
     from ragcache.kv.fused_cache import FusedCache, Place

@@ -16,11 +16,9 @@ from weakref import WeakKeyDictionary
 from ragcache.codecs import get_codec
 from ragcache.errors import first_line
 from ragcache.kv.block import KVBlock, empty_block
-from ragcache.lazy_torch import torch
+from ragcache.lazy_torch import Tensor, torch
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ragcache.fusion.place_kernel import PlaceKernel
     from ragcache.kv.cache_shape import CacheShape
     from ragcache.kv.fused_cache import FusedCache

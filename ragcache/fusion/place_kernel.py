@@ -17,12 +17,11 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ragcache.kv.block import KVBlock, Stored
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ragcache.kv.rope import Angles
 
 TILE = 32  # tokens that one program places

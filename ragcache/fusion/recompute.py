@@ -17,11 +17,9 @@ from ragcache.errors import ConfigError, is_whole
 from ragcache.fusion.layout import Span
 from ragcache.fusion.method import FusionMethod, PrefillOutput, PrefillRequest
 from ragcache.kv.block import KVBlock
-from ragcache.lazy_torch import torch
+from ragcache.lazy_torch import Tensor, torch
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ragcache.kv.fused_cache import FusedCache
     from ragcache.models.attention import Projected
     from ragcache.models.language_model import LanguageModel

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 from ragcache.codecs import Codec, RawCodec
 from ragcache.errors import ConfigError
 from ragcache.kv.block import KVBlock
-from ragcache.kv.block_key import Neighbours, Recipe
+from ragcache.kv.block_key import Neighbours, Recipe, block_key
 from ragcache.kv.exact import Exact
 from ragcache.models.block_model import BlockModel
 from ragcache.models.card import ModelCard
@@ -65,7 +65,7 @@ class BlockKeys:
         """Return the block key of the prompts' beginning, or None if it is too short to be stored as a block."""
         if len(self.first_ids) < LEAST_FIRST_TOKENS:
             return None
-        return self.card.block_key(self.first_ids, Recipe(), (), self.salt)
+        return block_key(self.card.fingerprint, Recipe(), (), self.first_ids, self.salt)
 
     @property
     def owner(self) -> str:
@@ -92,7 +92,7 @@ class BlockKeys:
     def key(self, token_ids: Sequence[int], neighbours: Neighbours = (), salt: str | None = None) -> str:
         """Return the block key of a chunk. salt: None: `self.salt`"""
         own = self.salt if salt is None else salt
-        return self.card.block_key(token_ids, self.recipe, self.prefix_ids, own, neighbours)
+        return block_key(self.card.fingerprint, self.recipe, self.prefix_ids, token_ids, own, neighbours)
 
     def key_of(self, chunk: Chunk) -> str:
         """Return the block key of a chunk whose neighbours were looked up."""
@@ -152,6 +152,12 @@ class ModelEncoder(BlockKeys):
     @property
     def encoder(self) -> ModelEncoder:
         return self
+
+    def after(self, ids: Sequence[int], read_prefix: ReadPrefix | None = None) -> ModelEncoder:
+        """Return this encoder, or an encoder of plain blocks for the prefix `ids` if blocks depend on their prefix."""
+        if not self.recipe.needs_prefix or list(ids) == self.prefix_ids:
+            return self
+        return replace(self, first_ids=ids, read_prefix=read_prefix, codec=RawCodec())
 
     @property
     def batch_tokens(self) -> int:

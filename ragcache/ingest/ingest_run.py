@@ -6,29 +6,54 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ragcache import errors
 from ragcache.ingest.changes import DocumentChanges, sync_roots
-from ragcache.ingest.chunker import TextChunk, headings_above
+from ragcache.ingest.chunker import Chunker, TextChunk, headings_above
 from ragcache.ingest.document import Document, hash_parts
-from ragcache.ingest.read_limits import NO_TOKEN_LIMITS, TokenLimits
+from ragcache.ingest.encoder import BlockKeys
+from ragcache.ingest.read_limits import NO_TOKEN_LIMITS, IngestConfig, TokenLimits
 from ragcache.ingest.readers import SourceFile, find_files
 from ragcache.ingest.report import Failure, IngestReport, Moved, Progress, ProgressEvent
 from ragcache.ingest.sample_basis import calibrate
-from ragcache.ingest.store_writer import StoreWriter
 from ragcache.ingest.whole_chunker import PassthroughSplitter
 from ragcache.ingest.worker import ChunkedDocument, EncodeJob, Record, Say, Source, Vectors, Work, Worker
 from ragcache.models.deadline import LIMIT
-from ragcache.retrieval.deletion import unlearn
+from ragcache.retrieval.deletion import delete_documents, unlearn
+from ragcache.retrieval.retriever import Retriever
+from ragcache.store.directory import StoreLayout
 from ragcache.store.documents import DocumentStore
+from ragcache.store.kv_store import KVStore, collect_garbage
 from ragcache.store.records import Chunk, NewChunk, NewDocument, StoredVersion
 
 log = logging.getLogger(__name__)
 Input = str | os.PathLike[str] | SourceFile | Document
+
+
+@dataclass
+class StoreWriter:
+    """The parts of a store that ingestion changes."""
+
+    layout: StoreLayout
+    documents: DocumentStore
+    kv: KVStore
+    retriever: Retriever
+    chunker: Chunker
+    block_keys: BlockKeys
+    config: IngestConfig = field(default_factory=IngestConfig)
+
+    def delete(self, ids: Iterable[str], *, timeout_s: float = 30.0) -> list[str]:
+        """Delete documents and return the ids that were found; see `delete_documents`."""
+        store = (self.layout, self.documents, self.kv, self.retriever)
+        return delete_documents(*store, ids, timeout_s=timeout_s)
+
+    def collect_garbage(self) -> int:
+        """Delete the blocks that no chunk refers to, and return their number. The caller holds the writer lock."""
+        return collect_garbage(self.documents, self.kv)
 
 
 @dataclass

@@ -18,11 +18,10 @@ from functools import partial
 
 from ragcache import errors
 from ragcache.ingest.chunker import Chunker
-from ragcache.ingest.ingest_run import IngestRun, Input
+from ragcache.ingest.ingest_run import IngestRun, Input, StoreWriter
 from ragcache.ingest.read_limits import NO_TOKEN_LIMITS, TokenLimits
 from ragcache.ingest.report import IngestReport, Progress
 from ragcache.ingest.sandbox import IsolatedReader
-from ragcache.ingest.store_writer import StoreWriter
 from ragcache.ingest.whole_chunker import PassthroughSplitter
 from ragcache.ingest.worker import LocalWorkers, Worker, Workers
 from ragcache.models.deadline import Limit, limited
@@ -83,12 +82,8 @@ class Ingestor(StoreWriter):
         the codec; documents that were committed stay. With sync, raises ReaderError for a given path that does not
         exist or cannot be read; then nothing was changed.
         """
-        errors.check_choice("kv", kv, KV_MODES)
-        # Both properties raise if the caller may add no documents, or if no model here can compute KV.
-        _ = self.documents.into
-        if kv == "eager":
-            _ = self.block_keys.encoder
-        if cluster is not None and kv == "eager" and self.kv.lacks_basis:
+        eager = self._is_eager(kv)
+        if cluster is not None and eager and self.kv.lacks_basis:
             raise errors.BasisError(
                 "the store's codec has no basis yet, which no cluster makes; ingest some documents without one first"
             )
@@ -103,9 +98,7 @@ class Ingestor(StoreWriter):
             closing(self._worker(chunker or self.chunker)) as worker,
             nullcontext(partial(LocalWorkers, worker)) if cluster is None else cluster.work(worker) as work,
         ):
-            return IngestRun(self, worker, work, kv == "eager", progress, replace, sync, dry_run, limits=limits).run(
-                inputs
-            )
+            return IngestRun(self, worker, work, eager, progress, replace, sync, dry_run, limits=limits).run(inputs)
 
     def copy(
         self, source: DocumentStore, *, kv: str = "eager", progress: Progress | None = None, timeout_s: float = 30.0
@@ -116,14 +109,20 @@ class Ingestor(StoreWriter):
         document with a passage that is too long for the model is listed in the report's `failed`. To finish an
         interrupted copy, run it again. Options and errors are those of `ingest`.
         """
-        errors.check_choice("kv", kv, KV_MODES)
-        _ = self.documents.into
-        if kv == "eager":
-            _ = self.block_keys.encoder
+        eager = self._is_eager(kv)
         whole = PassthroughSplitter(self.block_keys.card.tokenizer, self.block_keys.card.max_positions)
         with self.layout.writer(timeout_s), closing(self._worker(whole)) as worker:
             work = partial(LocalWorkers, worker)
-            return IngestRun(self, worker, work, kv == "eager", progress, copied=(source, whole)).run([])
+            return IngestRun(self, worker, work, eager, progress, copied=(source, whole)).run([])
+
+    def _is_eager(self, kv: str) -> bool:
+        """Return whether KV is computed now. Raises ConfigError and NotAllowedError, see `ingest`."""
+        errors.check_choice("kv", kv, KV_MODES)
+        # Both properties raise if the caller may add no documents, or if no model here can compute KV.
+        _ = self.documents.into
+        if kv == "eager":
+            _ = self.block_keys.encoder
+        return kv == "eager"
 
     def _worker(self, chunker: Chunker | PassthroughSplitter) -> Worker:
         return Worker(self.reader, chunker, self.retriever.embedder, self.block_keys, self.kv, self.config.batch_tokens)

@@ -1,10 +1,10 @@
-"""Limits on the reading of a document."""
+"""Limits on the reading of a document, and the settings of an ingestion."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ragcache.errors import Config, ConfigError, ReaderLimitError, check_least
 from ragcache.prompt import exceeds
@@ -121,3 +121,19 @@ class TokenLimits:
 
 NO_TOKEN_LIMITS = TokenLimits()
 SPLIT = "allowed in a document; cut it into several, or raise the limit (--max-document-tokens)"
+
+
+@dataclass(frozen=True)
+class IngestConfig(Config):
+    """Settings of an ingestion.
+
+    window_tokens: documents are committed whenever their chunks add up to this many tokens
+    batch_tokens:  padded tokens that the language model reads at once; None: a number that suits its device
+    save_every_s:  seconds between two saves of the index, which is saved at the end in any case
+    reading:       limits on the reading of a document
+    """
+
+    window_tokens: int = 8192
+    batch_tokens: int | None = None
+    save_every_s: float = 60.0
+    reading: ReadLimits = field(default_factory=ReadLimits)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.models.batches import plan_batches
-from ragcache.retrieval.embedder_types import Vectors as Vectors
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
 

@@ -83,19 +83,16 @@ class Work(Protocol):
 
         known: returns the content hashes that the store has for a source; documents with such a hash need not be cut
         """
-        ...
 
     def compute(self, jobs: Iterable[tuple[T, EncodeJob]]) -> Iterator[tuple[T, list[Vectors]]]:
         """Yield the vectors of each job's texts (see `embed_windows`), in order, after its blocks are flushed.
 
         Each job comes with an object of the caller's, which is yielded with the vectors.
         """
-        ...
 
     @property
     def is_ahead(self) -> bool:
         """Return whether later jobs than the last yielded have begun. They may rely on blocks that are stored now."""
-        ...
 
 
 class Workers(Protocol):
@@ -106,7 +103,6 @@ class Workers(Protocol):
 
         Raises ClusterError, ConfigError, and the errors of loading.
         """
-        ...
 
 
 class WorkersConfig(Protocol):
@@ -118,11 +114,9 @@ class WorkersConfig(Protocol):
 
         choice: True: workers started for the ingestion; text: an address; None or False: no workers
         """
-        ...
 
     def workers(self, open_kv: Callable[[], KVStore]) -> Workers:
         """Return the workers. open_kv: opens the store's KV in a worker; it is pickled"""
-        ...
 
 
 # Kinds of workers by name, each as the place of its configuration.

@@ -6,17 +6,13 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from ragcache.errors import DamagedBlockError
 from ragcache.kv.block_key import Recipe
 from ragcache.kv.cache_shape import CacheShape, LayerShape
 from ragcache.kv.state import StateMap
-from ragcache.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
+from ragcache.lazy_torch import Tensor, torch
 
 Part = Literal["keys", "values"]
 
@@ -39,7 +35,7 @@ class Stored(NamedTuple):
     value_size: int = 1
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class KVBlock:
     """Keys before RoPE and values of a chunk, in layers that are alike; see MixedBlock for layers that differ.
 
@@ -63,6 +59,9 @@ class KVBlock:
                 f"keys {tuple(self.keys.shape)} and values {tuple(self.values.shape)} are not one block's: both are "
                 "[num_layers, num_kv_heads, num_tokens, head_dim]"
             )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.num_layers} layers, {self.num_tokens} tokens, {self.num_bytes} bytes)"
 
     @property
     def key_shape(self) -> torch.Size:
@@ -165,19 +164,6 @@ class KVBlock:
         object.__setattr__(found, "recipe", recipe)  # the field is frozen
         return found
 
-    def equal(self, other: KVBlock) -> bool:
-        """Return whether both blocks are equal bit for bit."""
-        return (self.layers, self.num_tokens) == (other.layers, other.num_tokens) and all(
-            torch.equal(self.layer_keys(layer), other.layer_keys(layer))
-            and torch.equal(self.layer_values(layer), other.layer_values(layer))
-            and _same_places(self.places(layer), other.places(layer))
-            for layer in range(self.num_layers)
-        )
-
-
-def _same_places(own: Tensor | None, other: Tensor | None) -> bool:
-    return own is other if own is None or other is None else torch.equal(own, other)
-
 
 class MixedBlock(KVBlock):
     """A block whose layers differ, in their shape or in the number of tokens that they hold.
@@ -200,9 +186,6 @@ class MixedBlock(KVBlock):
         self.part_of = tuple(part_of)
         self._places = [(parts[part], next(ranks[part])) for part in part_of]
         object.__setattr__(self, "recipe", recipe)  # the block's field is frozen
-
-    def __repr__(self) -> str:
-        return f"MixedBlock({list(self.parts)}, {self.part_of})"
 
     @property
     def layers(self) -> tuple[LayerShape, ...]:
@@ -278,3 +261,11 @@ def empty_block(shape: CacheShape, num_tokens: int) -> KVBlock:
     ]
     kinds = list(counts)
     return parts[0] if len(parts) == 1 else MixedBlock(parts, [kinds.index(layer) for layer in shape.layers])
+
+
+def example_block(layers: Sequence[LayerShape], num_tokens: int, dtype: torch.dtype) -> KVBlock:
+    """Return a block of normally distributed numbers on the CPU, the same on every call."""
+    generator = torch.Generator().manual_seed(0)
+    shape = CacheShape(tuple(layers), dtype, torch.device("cpu"))
+    # Drawn in float32: some dtypes have no random generator, and all dtypes should get the same numbers.
+    return empty_block(shape, num_tokens).map(lambda held: torch.randn(held.shape, generator=generator).to(dtype))

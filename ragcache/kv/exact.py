@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ragcache.kv.block import KVBlock
 from ragcache.kv.buffers import SharedContext
-from ragcache.kv.cache_shape import CacheShape
 from ragcache.kv.fused_cache import FusedCache
-from ragcache.kv.rope import Rope
-from ragcache.kv.state import State, compose
+from ragcache.kv.state import State
 
 Read = Callable[[int, int, int], tuple[Tensor, Tensor]]
 """Returns a layer's rotated keys and values of tokens [start, stop): [num_kv_heads, stop - start, head_dim] each."""
@@ -42,28 +38,6 @@ def place_exact(cache: FusedCache, layer: int, exact: Exact) -> None:
         return
     keys, values = cache.reserve(layer, torch.arange(exact.num_tokens, device=cache.shape.device))
     exact.copy_layer(layer, keys[0], values[0])
-
-
-@dataclass(frozen=True, eq=False)
-class ExactBlock:
-    """An `Exact` made of an isolated block of the prompt's first tokens, whose keys are rotated as they are copied."""
-
-    block: KVBlock
-    rope: Rope
-    shape: CacheShape
-
-    @property
-    def num_tokens(self) -> int:
-        return self.block.num_tokens
-
-    @property
-    def states(self) -> Sequence[State]:
-        pairs = zip(self.block.states, self.shape.states, strict=True)
-        return [compose(None, [state], shape.conv[1], self.shape.device) for state, shape in pairs]
-
-    def copy_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        self.rope.rotate(self.block.layer_keys(layer).to(keys.device, keys.dtype), layer, 0, out=keys)
-        self.block.copy_values(layer, values)
 
 
 def read_cache(cache: FusedCache | SharedContext) -> Read:

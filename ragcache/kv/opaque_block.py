@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from ragcache.errors import DamagedBlockError
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Recipe
 from ragcache.kv.cache_shape import LayerShape
-from ragcache.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from ragcache.lazy_torch import Tensor, torch
 
 DATA, SPAN = "opaque", "span"
 """A stored block's tensors: the bytes, and int64 [3]: `first`, `start` and `stop`."""
@@ -32,9 +28,6 @@ class OpaqueBlock(KVBlock):
         self.start = start
         self.stop = stop
         object.__setattr__(self, "recipe", recipe)  # the block's field is frozen
-
-    def __repr__(self) -> str:
-        return f"OpaqueBlock({len(self.data)} bytes, tokens {self.start} to {self.stop} from position {self.first})"
 
     @classmethod
     def read(cls, tensors: Mapping[str, Tensor]) -> OpaqueBlock:
@@ -83,10 +76,3 @@ class OpaqueBlock(KVBlock):
     def part(self, start: int, stop: int) -> OpaqueBlock:
         """Return tokens [start, stop) of the block. The bytes are shared: the engine leaves out the others."""
         return OpaqueBlock(self.data, self.first, self.start + start, self.start + stop, self.recipe)
-
-    def equal(self, other: KVBlock) -> bool:
-        return (
-            isinstance(other, OpaqueBlock)
-            and (self.first, self.start, self.stop) == (other.first, other.start, other.stop)
-            and torch.equal(self.data, other.data)
-        )

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from ragcache.kv.block import KVBlock, MixedBlock
 from ragcache.kv.block_key import Recipe
 from ragcache.kv.state import StateMap
-from ragcache.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from ragcache.lazy_torch import Tensor
 
 
 class HybridBlock(MixedBlock):
@@ -26,9 +22,6 @@ class HybridBlock(MixedBlock):
         self.kv = kv
         self._states = tuple(states)
 
-    def __repr__(self) -> str:
-        return f"HybridBlock({self.kv!r}, {len(self.states)} states)"
-
     @property
     def states(self) -> tuple[StateMap, ...]:
         return self._states
@@ -39,12 +32,3 @@ class HybridBlock(MixedBlock):
 
     def map(self, change: Callable[[Tensor], Tensor]) -> KVBlock:
         return HybridBlock(self.kv.map(change), [state.map(change) for state in self.states], self.recipe)
-
-    def equal(self, other: KVBlock) -> bool:
-        pairs = zip(self.states, other.states, strict=False)
-        return super().equal(other) and len(self.states) == len(other.states) and all(map(_same, pairs))
-
-
-def _same(pair: tuple[StateMap, StateMap]) -> bool:
-    own, other = (each.tensors for each in pair)
-    return own.keys() == other.keys() and all(torch.equal(own[name], other[name]) for name in own)

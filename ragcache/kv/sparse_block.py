@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from ragcache.errors import DamagedBlockError
 from ragcache.kv.block import KVBlock, MixedBlock, Part
 from ragcache.kv.block_key import Recipe
-from ragcache.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from ragcache.lazy_torch import Tensor, torch
 
 
 class SparseBlock(KVBlock):
@@ -35,9 +31,6 @@ class SparseBlock(KVBlock):
         mask = unpack_mask(bits, 8 * bits.shape[2])
         if bool((mask[..., :num_tokens].sum(2) != count).any() or mask[..., num_tokens:].any()):
             raise DamagedBlockError(f"a head of a block does not hold {count} of its {num_tokens} tokens")
-
-    def __repr__(self) -> str:
-        return f"SparseBlock({self.held!r}, of {self.num_tokens} tokens)"
 
     @property
     def keys(self) -> Tensor:

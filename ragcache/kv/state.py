@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ragcache.kv.cache_shape import StateShape
-from ragcache.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from ragcache.lazy_torch import Tensor, torch
 
 _LEVELS = 127  # of int8 in a rounded map, on either side of zero
 

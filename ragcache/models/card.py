@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError, check_text
-from ragcache.kv.block_key import PRIMER, Neighbours, Recipe, block_key
+from ragcache.kv.block_key import PRIMER, Recipe
 from ragcache.kv.cache_shape import keeps_state
 from ragcache.models.primer import DEFAULT_PRIMER, check_primer, text_ids, visible
 from ragcache.models.trained_tokens import TrainedTokens
@@ -142,16 +142,6 @@ class ModelCard:
     def count_text(self, text: str) -> int:
         """Count the tokens of a text, without special tokens."""
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def block_key(
-        self,
-        chunk_ids: Sequence[int],
-        recipe: Recipe,
-        prefix_ids: Sequence[int] = (),
-        salt: str = "",
-        neighbours: Neighbours = (),
-    ) -> str:
-        return block_key(self.fingerprint, recipe, prefix_ids, chunk_ids, salt, neighbours)
 
 
 def longest_alike(text: PreTrainedConfig) -> tuple[int, str]:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from ragcache.errors import ConfigError, StoreError, first_line, translate_os_errors
 from ragcache.files import atomic_write, file_digest
-from ragcache.models.machine_memory import machine_bytes
+from ragcache.models.machine import machine_bytes
 from ragcache.models.named import MANIFEST, WEIGHTS, is_whole, models_home
 
 log = logging.getLogger(__name__)

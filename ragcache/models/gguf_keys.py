@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ragcache.errors import UnsupportedModelError
-from ragcache.models import gguf_rope
+from ragcache.models import gguf_rules
 from ragcache.models.gguf_header import Header
 from ragcache.models.gguf_rules import RefusalError, Rule, head_dim, ignored, only, only_for, sets
 from ragcache.models.gguf_tokenizer import TOKENIZER_TABLE
@@ -81,7 +81,7 @@ def _window_pattern(header: Header, config: PreTrainedConfig, value: Any) -> Non
     config.layer_types = ["sliding_attention" if is_sliding else "full_attention" for is_sliding in slides]
 
 
-SCALING = ("type", "factor", "attn_factor", "original_context_length", *gguf_rope.YARN)
+SCALING = ("type", "factor", "attn_factor", "original_context_length", *gguf_rules.YARN)
 TABLE: dict[str, Rule] = {
     "vocab_size": ignored,  # the rows of token_embd.weight decide
     "context_length": sets("max_position_embeddings", "n_positions"),
@@ -121,12 +121,12 @@ TABLE: dict[str, Rule] = {
     "attention.max_alibi_bias": only(0.0),
     "attention.sliding_window": _window,
     "attention.sliding_window_pattern": _window_pattern,
-    "rope.dimension_count": gguf_rope.rope_width,
-    "rope.dimension_sections": gguf_rope.rope_sections,
-    "rope.freq_base": gguf_rope.rope_base,
-    "rope.freq_base_swa": gguf_rope.rope_base_sliding,
-    "rope.scale_linear": gguf_rope.rope_scaling,
-    **{f"rope.scaling.{key}": gguf_rope.rope_scaling for key in SCALING},
+    "rope.dimension_count": gguf_rules.rope_width,
+    "rope.dimension_sections": gguf_rules.rope_sections,
+    "rope.freq_base": gguf_rules.rope_base,
+    "rope.freq_base_swa": gguf_rules.rope_base_sliding,
+    "rope.scale_linear": gguf_rules.rope_scaling,
+    **{f"rope.scaling.{key}": gguf_rules.rope_scaling for key in SCALING},
     "rope.scaling.finetuned": ignored,
     # Recurrent layers.
     "full_attention_interval": only_for("qwen35", "qwen35moe"),
@@ -141,9 +141,9 @@ TABLE: dict[str, Rule] = {
 
 FILE_TABLE: dict[str, Rule] = {"general.type": only("model"), "split.count": only(0, 1), "adapter.type": only()}
 TENSOR_TABLE: dict[str, Rule] = {
-    "rope_freqs.weight": gguf_rope.rope_freqs,
-    "rope_factors_long.weight": gguf_rope.two_frequencies,
-    "rope_factors_short.weight": gguf_rope.two_frequencies,
+    "rope_freqs.weight": gguf_rules.rope_freqs,
+    "rope_factors_long.weight": gguf_rules.two_frequencies,
+    "rope_factors_short.weight": gguf_rules.two_frequencies,
 }
 
 
@@ -200,7 +200,7 @@ def _amend_unstated(config: PreTrainedConfig, header: Header) -> None:
     elif hasattr(config, "sliding_window") and not getattr(config, "layer_types", None):
         config.sliding_window = None  # until the key says otherwise
     if header.get("rope.freq_base") is None and getattr(config, "rope_parameters", None):
-        gguf_rope.rope_base(header, config, gguf_rope.ROPE_BASE)
+        gguf_rules.rope_base(header, config, gguf_rules.ROPE_BASE)
 
 
 def refuse_unread_tensors(model: PreTrainedModel, header: Header) -> None:

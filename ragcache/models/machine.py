@@ -1,7 +1,8 @@
-"""The devices of this machine, and the number types that it computes fast."""
+"""The devices and the memory of this machine, and the number types that it computes fast."""
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -95,3 +96,10 @@ def advice_on(dtype: object) -> str | None:
         f"this processor has no instructions for {dtype}, in which the store's KV is: reading takes several times as "
         "long as in float32; make a new store with --dtype float32, and --codec bfloat16 for KV in 16 bits"
     )
+
+
+def machine_bytes() -> int | None:
+    """Return the size of the machine's memory in bytes; None if the system does not report it."""
+    if not hasattr(os, "sysconf"):
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

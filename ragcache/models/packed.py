@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ragcache.models.machine_memory import machine_bytes
+from ragcache.models.machine import machine_bytes
 
 # Unless the user decides: packed weights may take 1 / DEFAULT_SHARE of the machine's memory.
 DEFAULT_SHARE = 8

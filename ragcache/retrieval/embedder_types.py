@@ -20,18 +20,15 @@ class Embedder(Protocol):
     @property
     def name(self) -> str:
         """Return the model's name, which is recorded with the index; an embedder of another name is refused."""
-        ...
 
     @property
     def dimension(self) -> int: ...
 
     def embed(self, texts: Sequence[str], *, batch_size: int = 32) -> Vectors:
         """Return the vectors of passages: float32 [len(texts), dimension]."""
-        ...
 
     def embed_query(self, text: str) -> Vectors:
         """Return the vector of a question: float32 [dimension]."""
-        ...
 
 
 @runtime_checkable
@@ -43,7 +40,6 @@ class BoundedEmbedder(Embedder, Protocol):
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         """Return the number of tokens of each text, the model's special tokens included."""
-        ...
 
 
 @runtime_checkable
@@ -52,7 +48,6 @@ class TokenEmbedder(Embedder, Protocol):
 
     def text_of(self, ids: Sequence[int]) -> str:
         """Return the text of these ids, without special tokens. Raises ConfigError for ids that do not exist."""
-        ...
 
 
 @runtime_checkable
@@ -62,4 +57,3 @@ class NestedEmbedder(Embedder, Protocol):
     @property
     def dimensions(self) -> Sequence[int]:
         """Return the lengths to which its vectors may be cut, their full length included."""
-        ...

@@ -40,11 +40,9 @@ class Reranker(Protocol):
     @property
     def name(self) -> str:
         """Return the name by which requests refer to the reranker."""
-        ...
 
     def scores(self, question: str, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return the scores of the texts, higher for a better answer: float32 [len(texts)]."""
-        ...
 
 
 @dataclass(eq=False, repr=False)

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ragcache.server.http_errors import ApiError, from_validation, printable
-from ragcache.server.observe import warn
+from ragcache.server.observe import WARNING, tell
 from ragcache.server.service import service_of
 from ragcache.server.wire import RequestModel
 
@@ -97,7 +97,7 @@ def check_unknown(request: Request, unknown: list[str]) -> None:
         param = printable(unknown[0])[:200]
         raise ApiError(400, f"'{param}' is unknown here; check its name or leave it out", "unknown_parameter", param)
     if unknown:
-        warn(request, f"unknown fields ignored: {', '.join(unknown)}")
+        tell(request, WARNING, f"unknown fields ignored: {', '.join(unknown)}")
 
 
 def _parse(model: type[Model], body: bytes) -> tuple[Model, list[str]]:

@@ -35,7 +35,7 @@ from ragcache.server.answers import (
 from ragcache.server.body import JsonRoute
 from ragcache.server.error_object import EventStream, event
 from ragcache.server.http_errors import ApiError, errors, streamed
-from ragcache.server.observe import note, tell_method, waited_s
+from ragcache.server.observe import METHOD, note, tell, waited_s
 from ragcache.server.service import Service, ServiceParam, Work
 from ragcache.server.tracing import traced
 from ragcache.server.wire import AnswerModel
@@ -108,7 +108,7 @@ async def respond(
     try:
         await work.unless_gone(request, asyncio.wait({begun}, timeout=HEADERS_S if body.stream else None))
         if begun.done() and isinstance(first := begun.result()[1], Sources):
-            tell_method(request, first.method)
+            tell(request, METHOD, first.method)
     except BaseException:
         begun.cancel()
         work.cancel()

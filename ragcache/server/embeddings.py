@@ -8,14 +8,13 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import APIRouter
-from numpy.typing import NDArray
 from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ragcache.errors import ConfigError, blaming
 from ragcache.models.deadline import LIMIT
-from ragcache.retrieval.embedder_types import BoundedEmbedder, Embedder, NestedEmbedder, TokenEmbedder
+from ragcache.retrieval.embedder_types import BoundedEmbedder, Embedder, NestedEmbedder, TokenEmbedder, Vectors
 from ragcache.retrieval.windows import embed_passages
 from ragcache.server.body import JSON, JsonRoute
 from ragcache.server.chat_types import TokenId
@@ -94,7 +93,6 @@ class EmbeddingList(AnswerModel):
 router = APIRouter(route_class=JsonRoute, tags=["answers"])
 # Texts between two checks whether the client has hung up.
 BATCH = 64
-Vectors = NDArray[np.float32]
 
 
 @router.post(

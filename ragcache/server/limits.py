@@ -92,11 +92,6 @@ class Writers:
         self.wait_s = wait_s
         self._lock = asyncio.Lock()
 
-    @property
-    def busy(self) -> bool:
-        """Return whether a change is running."""
-        return self._lock.locked()
-
     @asynccontextmanager
     async def hold(self) -> AsyncIterator[None]:
         """Hold the lock. Raises StoreBusyError if another change takes longer than `wait_s`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
@@ -78,8 +78,7 @@ class Metrics:
         ):
             self._gauge(name, help).set_function(value)
         ProcessCollector("ragcache", registry=self.registry)  # memory, processors and open files
-        self.registry.register(_Passes(passes))
-        self.registry.register(_Prefixes(prefixes))
+        self.registry.register(_Figures(passes, prefixes))
 
     def count_answer(self, answer: Answer) -> None:
         # Without the method's options: clients choose them freely, and each value would add a label.
@@ -143,14 +142,15 @@ class Metrics:
         return Histogram(f"ragcache_{name}", help, labels, registry=self.registry, buckets=BUCKETS)
 
 
-class _Passes(Collector):
-    """Collects figures of the model's passes: how many questions shared each, and how many tokens ran."""
+@dataclass(eq=False)
+class _Figures(Collector):
+    """Collects figures of the model's passes, and tokens of the prefix tree: requested, matched, and evicted."""
 
-    def __init__(self, passes: Callable[[], PassStats]) -> None:
-        self._passes = passes
+    passes: Callable[[], PassStats]
+    prefixes: Callable[[], PrefixStats]
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._passes()
+        stats, prefixes = self.passes(), self.prefixes()
         cumulative = [(str(size), sum(n for m, n in stats.members.items() if m <= size)) for size in PASS_SIZES]
         total = sum(members * count for members, count in stats.members.items())
         yield HistogramMetricFamily(
@@ -161,17 +161,8 @@ class _Passes(Collector):
         )
         yield CounterMetricFamily("ragcache_pass_tokens", "Tokens that ran in these passes", value=stats.tokens)
 
-
-class _Prefixes(Collector):
-    """Collects tokens of the prefix tree: requested, matched, and evicted."""
-
-    def __init__(self, prefixes: Callable[[], PrefixStats]) -> None:
-        self._prefixes = prefixes
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._prefixes()
         tokens = CounterMetricFamily("ragcache_prefix_tokens", "Tokens of the prefix tree", labels=["what"])
-        tokens.add_metric(["asked"], stats.asked_tokens)
-        tokens.add_metric(["matched"], stats.matched_tokens)
-        tokens.add_metric(["evicted"], stats.evicted_tokens)
+        tokens.add_metric(["asked"], prefixes.asked_tokens)
+        tokens.add_metric(["matched"], prefixes.matched_tokens)
+        tokens.add_metric(["evicted"], prefixes.evicted_tokens)
         yield tokens

@@ -46,18 +46,8 @@ def note(request: Request, **fields: Any) -> None:
     request.scope.setdefault(FIELDS, {}).update(fields)
 
 
-def warn(request: Request, message: str) -> None:
-    """Send a warning in a header of the response."""
-    _tell(request, WARNING, message)
-
-
-def tell_method(request: Request, method: str) -> None:
-    """Send the method's label in a header of the response."""
-    _tell(request, METHOD, method)
-
-
-def _tell(request: Request, header: str, text: str) -> None:
-    """Send a text in a header, escaped to printable ASCII."""
+def tell(request: Request, header: str, text: str) -> None:
+    """Send a text in a header of the response, WARNING or METHOD, escaped to printable ASCII."""
     request.scope[header] = printable(text.encode("unicode_escape").decode("ascii"))
 
 

@@ -12,7 +12,7 @@ from typing import BinaryIO, NamedTuple
 from filelock import FileLock, Timeout
 
 from ragcache.errors import ReaderError, translate_os_errors
-from ragcache.ingest.readers import SourceFile, readers
+from ragcache.ingest.readers import SourceFile, kind_problem
 from ragcache.ingest.report import Failure
 
 LOCK = ".lock"
@@ -104,9 +104,8 @@ def _delete_dead(path: Path) -> None:
 def _save(upload: Upload, place: Path) -> SourceFile | Failure:
     name = plain_name(upload.name)
     suffix = PurePosixPath(name).suffix.lower()
-    if suffix not in readers():
-        known = " ".join(readers())
-        return Failure(name, ReaderError(name, f"files of kind {suffix!r} cannot be read; known are {known}"))
+    if problem := kind_problem(suffix):
+        return Failure(name, ReaderError(name, problem))
     path = place.with_suffix(suffix)
     with open(path, "wb") as file:
         shutil.copyfileobj(upload.file, file)

@@ -13,8 +13,7 @@ from sqlalchemy import Column, ColumnElement, delete, insert, or_, select
 from ragcache.errors import ConfigError, NoSuchCollectionError
 from ragcache.kv.block_key import digest
 from ragcache.store.database import Database
-from ragcache.store.document_counts import advance
-from ragcache.store.schema import DEFAULT, collections
+from ragcache.store.schema import DEFAULT, advance, collections
 
 OTHERS = "*"
 """In a view: every collection that is not an OpenAI vector store."""

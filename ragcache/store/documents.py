@@ -35,15 +35,13 @@ from ragcache.store import rows, text_search
 from ragcache.store.chunk_ids import free_chunk_ids
 from ragcache.store.collections import EVERYTHING, View, may, within
 from ragcache.store.database import Database
-from ragcache.store.document_counts import advance, current
 from ragcache.store.filters import OWN_FIELDS, Filter, Own, compile_filter, field_names, fields_of
 from ragcache.store.json_values import check_metadata
 from ragcache.store.orphans import discard_chunks, is_referenced, rescue, to_garbage
 from ragcache.store.properties import HELD, held_handles, read_properties, refuse_other
-from ragcache.store.record_checks import check_document
 from ragcache.store.records import Chunk, Counts, NewChunk, NewDocument, StoredDocument, StoredVersion, VectorBatch
 from ragcache.store.rows import parts_of
-from ragcache.store.schema import chunks, documents, garbage, properties, searched, windows
+from ragcache.store.schema import advance, chunks, current, documents, garbage, properties, searched, windows
 
 ROWS = 1000  # inserted together
 
@@ -144,7 +142,7 @@ class DocumentStore:
         StoreFullError, StoreReadOnlyError, NotAllowedError (a view without a collection to add to); then nothing
         changed.
         """
-        check_document(document, new_chunks)
+        document.check(new_chunks)
         _ = self.into
         with self.database.write() as connection:
             advance(connection, "generation")
@@ -167,7 +165,7 @@ class DocumentStore:
         Returns the ids of the deleted document's searched vectors. Raises NoSuchDocumentError, MetadataError,
         NotAllowedError (a view without a collection to add to); then nothing changed.
         """
-        check_document(NewDocument(new_id, version.source, version.content_hash, file=version.file), [])
+        NewDocument(new_id, version.source, version.content_hash, file=version.file).check([])
         for one in metadata:
             check_metadata(f"document {new_id!r}", one)
         with self.database.write() as connection:
@@ -199,14 +197,9 @@ class DocumentStore:
             rescue(connection)
         return [id for id in wanted if id in found]
 
-    def set_handle(self, vector_id: int, handle: str | None) -> None:
-        """Record the handle of a chunk's KV once it is computed (kv="lazy"), or None if the KV is lost. Raises
-        NoSuchDocumentError."""
-        self.set_handles({vector_id: handle})
-
     def set_handles(self, handles: Mapping[int, str | None]) -> None:
-        """Set the handles of several chunks, by vector id, in one transaction. Raises NoSuchDocumentError; then nothing
-        changed."""
+        """Set the handles of chunks, by vector id, in one transaction: of KV computed later (kv="lazy"), or None for
+        lost KV. Raises NoSuchDocumentError; then nothing changed."""
         with self.database.write() as connection:
             advance(connection, "generation", 0)
             for id, handle in handles.items():
@@ -497,14 +490,9 @@ class DocumentStore:
                 for handle in connection.scalars(select(chunks.c.handle).where(chunks.c.handle.in_(part)).distinct())
             }
 
-    def garbage(self) -> set[str]:
-        """Return the dropped handles whose KV bytes may still exist."""
-        with self.database.read() as connection:
-            return set(connection.scalars(select(garbage.c.handle)))
-
     def collectable(self) -> set[str]:
-        """Return the garbage that no chunk refers to. Delete its KV bytes under the writer lock, with no ingestion
-        running."""
+        """Return the dropped handles that no chunk refers to. Delete their KV bytes under the writer lock, with no
+        ingestion running."""
         with self.database.read() as connection:
             return set(connection.scalars(select(garbage.c.handle).where(~is_referenced())))
 

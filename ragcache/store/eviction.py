@@ -1,8 +1,9 @@
-"""Eviction policies and admission filters by name."""
+"""Eviction policies and admission filters by name, and the policy that goes by the last use."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
@@ -54,11 +55,33 @@ class EvictionPolicy(ABC):
         return True
 
 
+class LRU(EvictionPolicy):
+    """The policy that evicts the least recently used entry first."""
+
+    name: ClassVar[str] = "lru"
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[str, None] = OrderedDict()
+
+    def insert(self, entry: Entry) -> None:
+        self._order[entry.key] = None
+
+    def touch(self, key: str) -> None:
+        if key in self._order:
+            self._order.move_to_end(key)
+
+    def remove(self, key: str) -> None:
+        self._order.pop(key, None)
+
+    def victims(self) -> Iterator[str]:
+        return iter(self._order)
+
+
 # A policy's class by name. An admission filter by name: a function of a policy and the expected number of entries that
 # returns a policy, which may refuse new entries; None: all are admitted.
 POLICIES: dict[str, type[EvictionPolicy] | str] = {
     "hyperbolic": "ragcache.store.hyperbolic:Hyperbolic",
-    "lru": "ragcache.store.lru:LRU",
+    "lru": LRU,
 }
 ADMISSIONS: dict[str, Callable[[EvictionPolicy, int], EvictionPolicy] | str | None] = {
     "all": None,

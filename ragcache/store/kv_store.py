@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Literal, Self
 
 from ragcache import errors
 from ragcache.codecs import Bases, Codec, get_codec
@@ -21,14 +21,11 @@ from ragcache.store.foreign import ForeignUsage, Listed, PassageList
 from ragcache.store.pins import Pins
 from ragcache.store.remote.connection import Connection
 from ragcache.store.retention import Expiry
-from ragcache.store.tiers import CachedTier, DeviceTier, DiskTier, DurableTier, MemoryTier, RemoteTier, Room, Tier
+from ragcache.store.tiers import CachedTier, DeviceTier, DiskTier, DurableTier, MemoryTier, RemoteTier, Tier
 from ragcache.store.tiers.demotion import Demotion
 from ragcache.store.tiers.key_locks import KeyLocks
 from ragcache.store.tiers.stack import Stored, TierStack
 from ragcache.store.warn_once import WarnOnce
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Where = Literal["durable", "memory", "again", "nowhere"]
 DEFAULT_MEMORY_BYTES = 2 * 1024**3
@@ -392,7 +389,8 @@ class KVStore:
             with self._key_locks.hold(key):
                 used_at = self._durable.used_at(key)
                 try:
-                    block = self._durable.get(key, _OwnMemory())
+                    block = self._durable.get(key)
+                    block = block and block.map(torch.clone)  # which does not keep the file in use
                     kept = block and self._durable.put(key, block, encoded=True)
                 except (errors.DamagedBlockError, errors.UnencodableBlockError) as error:
                     log.warning("%s; dropped", error)
@@ -510,17 +508,6 @@ class KVStore:
         if self.read_only:
             raise errors.StoreReadOnlyError(f"{self.root}: opened read-only; open it for writing to change it")
         self._alive()
-
-
-class _OwnMemory(Room):
-    """Memory outside of all tiers, so that a block does not keep the file in use that it was read from."""
-
-    is_spare = False
-    buffer: Tensor | None = None
-
-    def take(self, num_bytes: int) -> Tensor:
-        self.buffer = torch.empty(num_bytes, dtype=torch.uint8)
-        return self.buffer
 
 
 def collect_garbage(documents: DocumentStore, kv: KVStore) -> int:

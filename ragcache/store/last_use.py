@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ragcache.kv.block import KVBlock
-from ragcache.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from ragcache.lazy_torch import Tensor, torch
 
 
 def leased(block: KVBlock, release: Callable[[], object]) -> KVBlock:

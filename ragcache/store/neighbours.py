@@ -9,23 +9,21 @@ from typing import NamedTuple, Self, TypeVar
 from sqlalchemy import Connection, delete, func, insert, select, update
 
 from ragcache.store.database import Database
-from ragcache.store.document_counts import advance
 from ragcache.store.orphans import rescue, to_garbage
-from ragcache.store.schema import chunks, counters, neighbours
+from ragcache.store.rows import parts_of
+from ragcache.store.schema import advance, chunks, counters, neighbours
 
 _T = TypeVar("_T")
 
-PART = 1000  # values in one IN list
 COMPARED = "neighbours_compared"  # name of the counter that `NeighbourTable.compared` returns
 NEIGHBOURS = "neighbours"
 """The store's property that holds a `NeighbourChoice`."""
 SIMILARITY, DOCUMENT = "similarity", "document"
-NEIGHBOURS_FROM = (SIMILARITY, DOCUMENT)
 """Ways to choose a chunk's neighbours: the most similar embeddings, or the chunks before it in its document."""
 
 
 class NeighbourChoice(NamedTuple):
-    """How many neighbours each chunk has, and how they are chosen: a value of NEIGHBOURS_FROM."""
+    """How many neighbours each chunk has, and how they are chosen: SIMILARITY or DOCUMENT."""
 
     number: int = 0
     chosen_from: str = SIMILARITY
@@ -76,8 +74,8 @@ class NeighbourTable:
         unique_ids, found = list(dict.fromkeys(vector_ids)), dict[int, list[int]]()
         own, other = neighbours.c.vector_id, neighbours.c.neighbour
         with self._db.read() as connection:
-            for start in range(0, len(unique_ids), PART):
-                query = select(own, other).where(own.in_(unique_ids[start : start + PART]))
+            for part in parts_of(unique_ids):
+                query = select(own, other).where(own.in_(part))
                 for id, neighbour in connection.execute(query.order_by(own, neighbours.c.place)):
                     found.setdefault(id, []).append(neighbour)
         return found

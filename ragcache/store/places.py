@@ -18,10 +18,11 @@ A passage that spans several pages, slides, sheets or rows has the last one, too
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ragcache.errors import MetadataError
 from ragcache.store.json_values import check_metadata
@@ -71,16 +72,14 @@ def edited(text: str, places: Sequence[Place], edit: Callable[[str], str]) -> tu
 
 
 class PlaceIndex:
-    """A lookup of the places that passages of a text span. Look passages up in order: rows are counted from the
-    previous passage."""
+    """A lookup of the places that passages of a text span."""
 
     def __init__(self, text: str, places: Sequence[Place]) -> None:
         self._text = text
         self._places = places
         self._starts = [place.start for place in places]
-        self._lines = _LineCounter(text)
         counts_rows = any(place.row for place in places)
-        self._first_lines = [self._lines.before(start) if counts_rows else 0 for start in self._starts]
+        self._line_ends = [end.start() for end in re.finditer("\n", text)] if counts_rows else []
 
     def between(self, start: int, end: int) -> dict[str, str | int]:
         """Return the metadata of the passage text[start:end]."""
@@ -92,28 +91,42 @@ class PlaceIndex:
         last: dict[str, str | int] = {}
         begin = max(0, bisect_right(self._starts, start) - 1)
         for rank in range(begin, bisect_left(self._starts, end)):
-            place, line = self._places[rank], self._first_lines[rank]
+            place = self._places[rank]
             fields = dict(place.fields)
             if place.row:
                 stop = self._starts[rank + 1] if rank + 1 < len(self._starts) else end
-                first.setdefault("row", place.row + self._lines.before(max(start, place.start)) - line)
-                last["row"] = place.row + self._lines.before(min(end, stop) - 1) - line
+                row = place.row - bisect_left(self._line_ends, place.start)
+                first.setdefault("row", row + bisect_left(self._line_ends, max(start, place.start)))
+                last["row"] = row + bisect_left(self._line_ends, min(end, stop) - 1)
             first = fields | first
             last |= fields
         return first | {LAST + key: value for key, value in last.items() if value != first[key]}
 
 
-class _LineCounter:
-    """A counter of the lines of a text before an offset, which continues from the last offset."""
+def place_text(metadata: Mapping[str, Any], title: str = "") -> str:
+    """Return a passage's place in words, such as "p. 3", "slides 4–5" or "sheet Q1, rows 2–14". Without these, return
+    its headings, leaving out a first heading that is the document's title. The metadata may come from any source:
+    values of other types than readers produce are ignored."""
+    page = _span(metadata, "page_label", "p. ", "pp. ")
+    slide = _span(metadata, "slide", "slide ", "slides ")
+    sheet = _span(metadata, "sheet", "sheet ", "sheets ")
+    # Rows in two sheets do not form a range.
+    row = "" if LAST + "sheet" in metadata else _span(metadata, "row", "row ", "rows ")
+    return ", ".join(filter(None, (page, slide, sheet, row))) or _heading_text(metadata.get("headings"), title)
 
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._offset = self._line = 0
 
-    def before(self, offset: int) -> int:
-        if offset >= self._offset:
-            self._line += self._text.count("\n", self._offset, offset)
-        else:
-            self._line -= self._text.count("\n", offset, self._offset)
-        self._offset = offset
-        return self._line
+def _span(metadata: Mapping[str, Any], key: str, singular: str, several: str) -> str:
+    first, last = (metadata.get(name) for name in (key, LAST + key))
+    expected = str if key in ("page_label", "sheet") else int
+    if not isinstance(first, expected) or isinstance(first, bool):
+        return ""
+    if not isinstance(last, expected):
+        return f"{singular}{str(first)[:MOST_SHOWN]}"
+    return f"{several}{str(first)[:MOST_SHOWN]}\u2013{str(last)[:MOST_SHOWN]}"
+
+
+def _heading_text(headings: Any, title: str) -> str:
+    if not isinstance(headings, list) or not all(isinstance(heading, str) for heading in headings):
+        return ""
+    shown = headings[1:] if headings and headings[0] == title else headings
+    return " \u203a ".join(heading[:MOST_SHOWN] for heading in shown)

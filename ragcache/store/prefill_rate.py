@@ -26,7 +26,3 @@ class PrefillRate:
 
     def seconds(self, num_tokens: float) -> float:
         return self.linear * num_tokens + self.quadratic * num_tokens * num_tokens
-
-    def scaled(self, factor: float) -> Self:
-        """Return the rate of a machine that takes `factor` times as long."""
-        return type(self)(self.linear * factor, self.quadratic * factor)

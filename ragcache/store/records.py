@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcache.store.place_text import place_text
+from ragcache.errors import ConfigError, DuplicateDocumentError, IngestError
+from ragcache.store.json_values import check_metadata, text_problem
+from ragcache.store.places import place_text
 
 NOT_STORED = -1
 
@@ -29,6 +31,31 @@ class NewDocument:
     metadata: dict[str, Any] = field(default_factory=dict)
     title: str = ""
     file: str = ""
+
+    def check(self, chunks: Sequence[NewChunk]) -> None:
+        """Check that both databases can hold the document.
+
+        Raises IngestError (text), MetadataError, DuplicateDocumentError (chunk ids) or ConfigError (embeddings).
+        """
+        if not self.id:
+            raise IngestError("a document without an id; give it one")
+        name = f"document {self.id!r}"
+        texts = [self.id, self.source, self.title, self.content_hash, self.file]
+        texts += [text for chunk in chunks for text in (chunk.id, chunk.text, chunk.handle or "")]
+        if problem := next(filter(None, map(text_problem, texts)), None):
+            raise IngestError(f"{name}: its text holds {problem}; remove it before it is stored")
+        check_metadata(name, self.metadata)
+        seen: set[str] = set()
+        for chunk in chunks:
+            if not chunk.id or chunk.id in seen:
+                raise DuplicateDocumentError(f"{name}: two chunks with the id {chunk.id!r}")
+            seen.add(chunk.id)
+            check_metadata(name, chunk.metadata)
+            for vector in (chunk.embedding, *chunk.windows):
+                if vector.ndim != 1 or not len(vector) or not np.isfinite(vector).all():
+                    raise ConfigError(f"chunk {chunk.id!r}: its embedding is not a vector of finite numbers")
+        if len({len(vector) for chunk in chunks for vector in (chunk.embedding, *chunk.windows)}) > 1:
+            raise ConfigError(f"{name}: its embeddings differ in length")
 
 
 class StoredVersion(NamedTuple):

@@ -1,4 +1,4 @@
-"""The tables of a document store.
+"""The tables of a document store, and its counters.
 
 Names carry a prefix because a PostgreSQL database may hold other tables. Times are Unix seconds, because the two
 databases disagree on the type of a date. Text sorts by code point on both.
@@ -9,6 +9,7 @@ When anything here changes, raise SCHEMA_VERSION: a store of another version is 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import JSONB
@@ -178,3 +179,24 @@ def _create(connection: sa.Connection, where: str) -> None:
     metadata_obj.create_all(connection)
     connection.execute(sa.insert(counters), [{"name": "generation", "value": 0}, {"name": "vector_id", "value": 0}])
     connection.execute(sa.insert(properties), {"name": "schema", "value": json.dumps(SCHEMA_VERSION)})
+
+
+def advance(connection: sa.Connection, name: str, step: int = 1) -> int:
+    """Increase a counter by `step` and return its new value.
+
+    Every write calls this first, with step 0 if no counter changes, because it makes other writers wait; see
+    `counters`.
+    """
+    connection.execute(sa.update(counters).where(counters.c.name == name).values(value=counters.c.value + step))
+    return current(connection, name)
+
+
+def current(connection: sa.Connection, name: str) -> int:
+    """Return the counter's value."""
+    return int(connection.execute(sa.select(counters.c.value).where(counters.c.name == name)).scalar_one())
+
+
+def chunks_with(connection: sa.Connection, handles: Sequence[str]) -> int:
+    """Count the chunks that have any of these handles (at most a thousand handles)."""
+    query = sa.select(sa.func.count()).select_from(chunks).where(chunks.c.handle.in_(handles))
+    return int(connection.execute(query).scalar_one())

@@ -19,8 +19,7 @@ from sqlalchemy import Connection, Select, bindparam, column, func, literal_colu
 
 from ragcache.errors import StoreReadOnlyError
 from ragcache.store.database import Database
-from ragcache.store.document_counts import advance
-from ragcache.store.schema import PREFIX, chunks
+from ragcache.store.schema import PREFIX, advance, chunks
 from ragcache.store.words import LETTERS, MARKS, PUNCTUATION, SPACED, cut
 
 WORDS = 64

@@ -284,9 +284,9 @@ def test_options_of_every_kind_are_read_into_a_group():
 
 
 def test_every_field_of_a_stores_config_is_an_option_but_these():
-    """read_only and is_shared are the command's to say, kv is an option of the commands that ingest."""
+    """read_only and is_shared are the command's to say."""
     found = {parameter.name for command, parameter in all_options() if command == "ask"}
-    assert {one.name for one in fields(StoreConfig)} - found == {"is_shared", "read_only", "kv"}
+    assert {one.name for one in fields(StoreConfig)} - found == {"is_shared", "read_only"}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from bases import keep_basis, ready
-from blocks import DTYPES, make_block, make_key, tier_of
+from blocks import DTYPES, make_block, make_key, same, tier_of
 from covering import covering, few
 
 import ragcache as rc
@@ -43,7 +43,7 @@ def test_a_block_is_bit_identical_from_every_tier(codec: str, dtype: torch.dtype
     coder = get_codec(codec).for_trial(block)
     expected = coder.decode(coder.encode(block))
     assert len(loads) == 8
-    assert all(one.equal(expected) for one in loads)
+    assert all(same(one, expected) for one in loads)
 
 
 @pytest.mark.parametrize("codec", LOSSY)
@@ -71,7 +71,7 @@ def test_a_store_reads_blocks_of_every_codec(tmp_path: Path) -> None:
                 found = store.get(make_key(number))
                 assert found is not None
                 coder = get_codec(written).for_trial(block)
-                assert found.block.equal(coder.decode(coder.encode(block)))
+                assert same(found.block, coder.decode(coder.encode(block)))
                 store.verify(make_key(number))
 
 

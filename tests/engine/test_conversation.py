@@ -255,7 +255,7 @@ def test_whole_documents_keep_text_and_id(kb):
     [mine] = kb.chunks_of("mine")
     assert kb.delete("mine") == ["mine"]
     with pytest.raises(NoSuchDocumentError):
-        kb.store.documents.set_handle(mine.vector_id, None)
+        kb.store.documents.set_handles({mine.vector_id: None})
 
 
 def test_a_call_may_have_a_system_prompt_of_its_own(open_kb, oracle, tmp_path):

@@ -47,9 +47,9 @@ def test_answers_are_the_same_whatever_the_budgets(open_kb, tmp_path) -> None:
             assert kb.doctor().sound
 
 
-def test_the_store_says_what_ingest_does_where_it_is_not_told(open_kb) -> None:
-    with open_kb(store=rc.StoreConfig(load="always", kv="lazy", prefix_bytes=0)) as kb:
-        assert kb.ingest(documents()).computed_tokens == 0
+def test_ingest_says_when_kv_is_computed(open_kb) -> None:
+    with open_kb(store=rc.StoreConfig(load="always", prefix_bytes=0)) as kb:
+        assert kb.ingest(documents(), kv="lazy").computed_tokens == 0
         assert [origins(kb), origins(kb)] == [["computed"], ["memory"]]
         with pytest.raises(ConfigError, match="kv 'hot' is unknown"):
             kb.ingest(documents(), kv="hot")

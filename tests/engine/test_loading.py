@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from blocks import size_of, tier_of
+from blocks import same, size_of, tier_of
 from waiting import until
 
 from ragcache.codecs import get_codec
@@ -160,7 +160,7 @@ def close_to(found: list[KVBlock], wanted: list[KVBlock]) -> bool:
 
 
 def identical(found: list[KVBlock], wanted: list[KVBlock]) -> bool:
-    return all(a.equal(b) for a, b in zip(found, wanted, strict=True))
+    return all(same(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_from_a_fast_disk_all_is_read_bit_for_bit_and_nothing_computed(setup):
@@ -236,7 +236,7 @@ def test_a_recomputed_block_is_used_as_its_codec_gives_it_back(open_setup, lm, c
     own = get_codec(codec)
     for batch in setup.encoder.batches:
         for ids, block in zip(batch, lm.encode(batch, batch_tokens=1000), strict=True):
-            assert loaded.blocks[IDS.index(ids)].equal(own.decode(own.encode(block)))
+            assert same(loaded.blocks[IDS.index(ids)], own.decode(own.encode(block)))
     assert not identical(loaded.blocks, ModelEncoder(lm).encode(IDS))
 
 
@@ -250,7 +250,7 @@ def test_some_are_read_while_others_are_computed(setup):
     permits.release(len(IDS))
     assert set(loaded.origins) == {"disk", "computed"}
     assert close_to(loaded.blocks, setup.blocks)
-    read = [block.equal(own) for block, own in zip(loaded.blocks, setup.blocks, strict=True)]
+    read = [same(block, own) for block, own in zip(loaded.blocks, setup.blocks, strict=True)]
     assert all(same for same, origin in zip(read, loaded.origins, strict=True) if origin == "disk")
     assert loaded.encoded_tokens == sum(len(i) for i, o in zip(IDS, loaded.origins, strict=True) if o == "computed")
 
@@ -260,7 +260,7 @@ def test_encoding_ends_in_the_layer_in_which_nobody_wants_it(lm):
     with pytest.raises(AbandonedSignal):
         lm.encode([IDS[0]], is_needed=lambda: bool(asked.append(1)) or len(asked) < 2)
     assert len(asked) == 2
-    assert lm.encode([IDS[0]], is_needed=lambda: True)[0].equal(lm.encode([IDS[0]])[0])
+    assert same(lm.encode([IDS[0]], is_needed=lambda: True)[0], lm.encode([IDS[0]])[0])
 
 
 def test_what_no_tier_has_is_computed_in_batches_and_kept(setup):

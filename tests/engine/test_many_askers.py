@@ -126,7 +126,7 @@ def test_a_deadline_ends_decoding(kb):
         limit.check()
     events.close()
     assert kb.admission.reserved_bytes == 0
-    assert not kb.lm.scheduler.decoding
+    assert not kb.lm.scheduler._decoding
 
 
 def reserved_for(kb, **options):

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 import ragcache as rc
 from ragcache.engine import questions as mini_notice
-from ragcache.engine.notices import is_other_text
+from ragcache.engine.questions import is_other_text
 from ragcache.ingest.read_limits import ReadLimits
 from ragcache_demo.bag_of_words import BagOfWords
 

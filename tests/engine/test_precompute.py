@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from blocks import served_from
+from blocks import same, served_from
 from engine_texts import TEXTS
 from kit.makers import open_loading
 
@@ -67,7 +67,7 @@ def test_the_kv_is_that_of_the_passage_handed_over(open_kb, tmp_path):
         assert [hit.handle for hit in answer.hits] == made
         blocks = [other.store.kv.get(handle).block for handle in made]
     with open_kb() as kb:
-        assert all(kb.store.kv.get(name).block.equal(block) for name, block in zip(made, blocks, strict=True))
+        assert all(same(kb.store.kv.get(name).block, block) for name, block in zip(made, blocks, strict=True))
 
 
 def test_nothing_is_embedded_and_no_text_is_kept(kb, monkeypatch):

@@ -15,6 +15,7 @@ import ragcache as rc
 from ragcache.engine import local_engine
 from ragcache.errors import ConfigError, StoreMismatchError
 from ragcache.ingest.context_chunks import Similar
+from ragcache.kv.block_key import block_key
 
 SHORT = rc.Sampling(max_tokens=6)
 QUESTION = "Where do dogs bark at night?"
@@ -78,7 +79,7 @@ def shared(one, other):
 
 def keys_by_id(kb, **options):
     recipe, near = kb._parts.block_keys.recipe, brute_force(kb, **options)
-    return {c.id: kb.lm.block_key(c.token_ids, recipe, neighbours=near[c.id]) for c in chunks_of(kb)}
+    return {c.id: block_key(kb.lm.fingerprint, recipe, (), c.token_ids, neighbours=near[c.id]) for c in chunks_of(kb)}
 
 
 def handles(kb):
@@ -222,7 +223,7 @@ def test_neighbours_that_do_not_fit_the_model_are_left_out_farthest_first(open_k
         fitting = both if chunk.num_tokens + sum(map(len, both)) <= 100 else both[:1]
         fitting = fitting if chunk.num_tokens + sum(map(len, fitting)) <= 100 else []
         left_out += len(fitting) < 2
-        assert chunk.handle == small.block_key(chunk.token_ids, recipe, neighbours=fitting)
+        assert chunk.handle == block_key(small.fingerprint, recipe, (), chunk.token_ids, neighbours=fitting)
     assert left_out > 0
 
 
@@ -231,7 +232,7 @@ def test_a_lone_chunk_and_a_passage_from_outside_are_read_alone(open_near, oracl
     kb.ingest(rc.Document("cats", TEXTS["cats"]))
     assert_true(kb, oracle)
     (source,) = kb.ask(QUESTION, hits=[rc.Passage("Nobody stored this.\n")], sampling=SHORT).hits
-    assert source.handle == kb.lm.block_key(source.chunk.token_ids, kb._parts.block_keys.recipe)
+    assert source.handle == block_key(kb.lm.fingerprint, kb._parts.block_keys.recipe, (), source.chunk.token_ids)
     kb.ingest(rc.Document("dogs", TEXTS["dogs"]))
     assert_true(kb, oracle)
 
@@ -420,7 +421,7 @@ def test_what_does_not_fit_is_left_out_farthest_first(open_kb, tmp_path):
         before = [other.token_ids for other in chunks[max(0, rank - 3) : rank]]
         while sum(map(len, before)) + chunk.num_tokens > 40:
             before, left_out = before[1:], left_out + 1
-        assert chunk.handle == small.block_key(chunk.token_ids, recipe, neighbours=before)
+        assert chunk.handle == block_key(small.fingerprint, recipe, (), chunk.token_ids, neighbours=before)
     assert left_out
 
 

@@ -9,6 +9,7 @@ from tiny_model import LINK, save_tiny_llama
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError
+from ragcache.kv.block_key import block_key
 from ragcache.models.trained_tokens import TrainedTokens
 
 REORDERED = TrainedTokens("markers", doc_start_id=258, doc_end_id=259, positions="reordered")
@@ -165,7 +166,7 @@ def test_the_recipe_follows_the_training(open_kb, tmp_path):
     bos, chunk = kb.lm.tokenizer.bos_token_id, kb.retrieve(QUESTION, 1)[0].chunk
     (source,) = kb.ask(QUESTION, k=1, sampling=SHORT).hits
     assert source.kv == "memory"
-    assert source.handle == kb.lm.block_key(chunk.token_ids, rc.Recipe("prefix"), [bos, 264])
+    assert source.handle == block_key(kb.lm.fingerprint, rc.Recipe("prefix"), [bos, 264], chunk.token_ids)
     with pytest.raises(ConfigError, match="another prefix"):
         kb.ask(QUESTION, k=1, method="reposition")
 

@@ -95,7 +95,7 @@ def test_replacing_entries_in_place_is_a_plain_forward(llama):
 
 def test_only_the_suffix_is_computed_and_counted(lm):
     prompt = random_prompt(9)
-    fused = rc.fuse(lm, prompt, blocks=rc.encode(lm, prompt), prefix_block=lm.encode([prompt.prefix_ids])[0])
+    fused = rc.fuse(lm, prompt, blocks=rc.encode(lm, prompt), exact=lm.read(prompt.prefix_ids))
     assert fused.computed_tokens == (len(prompt.suffix_ids),) * lm.shape.num_layers
     assert fused.encoded_tokens == 0
     assert fused.cached_tokens == prompt.context_tokens
@@ -105,9 +105,9 @@ def test_only_the_suffix_is_computed_and_counted(lm):
 def test_tokens_are_cached_in_the_layers_that_did_not_run_them(lm, method, most):
     """CacheBlend runs all chunks in its first layer, and few tokens above."""
     prompt = random_prompt(9, prefix=5, chunks=(7, 13, 4, 9), suffix=6)
-    blocks, prefix_block = rc.encode(lm, prompt), lm.encode([prompt.prefix_ids])[0]
+    blocks, prefix = (None, None) if method == "full" else (rc.encode(lm, prompt), lm.read(prompt.prefix_ids))
     options = {} if method == "full" else {"ratio": 0.5}
-    fused = rc.fuse(lm, prompt, method, blocks, prefix_block=prefix_block, **options)
+    fused = rc.fuse(lm, prompt, method, blocks, exact=prefix, **options)
     assert max(fused.computed_tokens) == most
     assert fused.cached_tokens == prompt.num_tokens - round(fmean(fused.computed_tokens))
     assert (fused.cached_tokens > 0) == (method == "cacheblend")

@@ -18,7 +18,7 @@ from kit.makers import each
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ragcache as rc
-from ragcache.errors import ConfigError, ContextTooLongError, PromptError, StaleBlockError
+from ragcache.errors import ConfigError, ContextTooLongError, PromptError
 from ragcache.models.trained_tokens import TrainedTokens
 
 LINKS = [[101, 102], [], [7, 7, 9], [101]]
@@ -110,16 +110,16 @@ def test_given_link_ids_replace_all_that_the_checkpoint_adds(trained):
     assert torch.equal(rc.fuse(lm, prompt, method="link", link_tokens=0).next_logits, moved)
 
 
-def test_a_callers_prefix_block_holds_kv_start(trained):
+def test_a_callers_prefix_holds_kv_start(trained):
     lm, _ = trained
     prompt = random_prompt(5)
-    block = lm.encode([[*prompt.prefix_ids, 160]])[0]
-    fused = rc.fuse(lm, prompt, method="link", blocks=rc.encode(lm, prompt), prefix_block=block)
+    prefix = lm.read([*prompt.prefix_ids, 160])
+    fused = rc.fuse(lm, prompt, method="link", blocks=rc.encode(lm, prompt), exact=prefix)
     assert fused.encoded_tokens == 0
     assert fused.cached_tokens == prompt.context_tokens + 1
     assert_same(fused.next_logits, rc.fuse(lm, prompt, method="link").next_logits)
-    with pytest.raises(StaleBlockError, match="prefix"):
-        rc.fuse(lm, prompt, method="link", prefix_block=lm.encode([prompt.prefix_ids])[0])
+    with pytest.raises(ConfigError, match="prefix"):
+        rc.fuse(lm, prompt, method="link", exact=lm.read(prompt.prefix_ids))
 
 
 def test_a_prompt_without_chunks_gets_nothing_added(trained):

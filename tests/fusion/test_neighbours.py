@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from blocks import same
 from families import FAMILIES, METHOD_FAMILIES, assert_same, causal_logits, oracle_logits_of, random_prompt
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError, StaleBlockError
 from ragcache.fusion import METHODS
+from ragcache.kv.block_key import block_key
 
 TWO = rc.Recipe(neighbours=2)
 CHUNKS = (7, 13, 4, 9)
@@ -128,7 +130,7 @@ def test_without_neighbours_the_blocks_are_the_isolated_ones(load, method):
     lm, _ = load("llama")
     prompt = random_prompt(99, chunks=CHUNKS)
     blocks = rc.encode(lm, prompt, TWO, neighbours=[()] * 4)
-    assert all(map(rc.KVBlock.equal, blocks, rc.encode(lm, prompt)))
+    assert all(map(same, blocks, rc.encode(lm, prompt)))
     fused = rc.fuse(lm, prompt, method, blocks)
     assert torch.equal(fused.next_logits, rc.fuse(lm, prompt, method).next_logits)
 
@@ -149,13 +151,13 @@ def test_all_tokens_run_again_is_full_prefill_whatever_the_neighbours(load, fami
 def test_the_key_says_which_neighbours_in_which_order(lm):
     """What the keys are is held by test_wire.py."""
     keys = [
-        lm.block_key([1, 2, 3], rc.Recipe()),
-        lm.block_key([1, 2, 3], TWO),
-        lm.block_key([1, 2, 3], TWO, neighbours=[[4, 5]]),
-        lm.block_key([1, 2, 3], TWO, neighbours=[[4], [5]]),
-        lm.block_key([1, 2, 3], TWO, neighbours=[[5], [4]]),
-        lm.block_key([1, 2, 3], rc.Recipe(neighbours=3), neighbours=[[5], [4]]),
-        lm.block_key([1, 2, 3], rc.Recipe("prefix", neighbours=2), [9], neighbours=[[5], [4]]),
+        block_key(lm.fingerprint, rc.Recipe(), (), [1, 2, 3]),
+        block_key(lm.fingerprint, TWO, (), [1, 2, 3]),
+        block_key(lm.fingerprint, TWO, (), [1, 2, 3], neighbours=[[4, 5]]),
+        block_key(lm.fingerprint, TWO, (), [1, 2, 3], neighbours=[[4], [5]]),
+        block_key(lm.fingerprint, TWO, (), [1, 2, 3], neighbours=[[5], [4]]),
+        block_key(lm.fingerprint, rc.Recipe(neighbours=3), (), [1, 2, 3], neighbours=[[5], [4]]),
+        block_key(lm.fingerprint, rc.Recipe("prefix", neighbours=2), [9], [1, 2, 3], neighbours=[[5], [4]]),
     ]
     assert len(set(keys)) == len(keys)
 

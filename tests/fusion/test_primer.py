@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from blocks import same
 from families import FAMILIES, assert_same, causal_logits, ids_of, oracle_logits_of, random_prompt
 from kit.makers import made_by
 from test_neighbours import one_forward
 
 import ragcache as rc
 from ragcache.errors import ConfigError, StaleBlockError
-from ragcache.kv.block_key import Recipe
+from ragcache.kv.block_key import Recipe, block_key
 from ragcache.models.primer import PRIMERS, visible
 
 IDS = (11, 12, 13, 14, 15)
@@ -41,13 +42,15 @@ def test_an_empty_primer_is_the_recipe_prefix(lm):
     prompt = random_prompt(72, prefix=6, chunks=(7, 9))
     empty = lm.recipe(Recipe("primer", primer=()))
     assert empty == Recipe("prefix")
-    assert all(map(rc.KVBlock.equal, rc.encode(lm, prompt, empty), rc.encode(lm, prompt, "prefix")))
-    assert lm.block_key([1, 2], empty, [9]) == lm.block_key([1, 2], Recipe("prefix"), [9])
+    assert all(map(same, rc.encode(lm, prompt, empty), rc.encode(lm, prompt, "prefix")))
+    assert block_key(lm.fingerprint, empty, [9], [1, 2]) == block_key(lm.fingerprint, Recipe("prefix"), [9], [1, 2])
 
 
 def test_the_key_says_which_primer_and_which_prefix(lm):
     recipes = [PRIMER, Recipe("primer", primer=IDS[1:]), Recipe("primer", primer=IDS, neighbours=1), Recipe("prefix")]
-    keys = [lm.block_key([1, 2], recipe, [9]) for recipe in recipes] + [lm.block_key([1, 2], PRIMER, [8])]
+    keys = [block_key(lm.fingerprint, recipe, [9], [1, 2]) for recipe in recipes] + [
+        block_key(lm.fingerprint, PRIMER, [8], [1, 2])
+    ]
     assert len(set(keys)) == len(keys)
     assert Recipe.from_json(PRIMER.to_json()) == PRIMER
 
@@ -87,7 +90,7 @@ REFUSED = [
     (lambda lm, mini: lm.recipe(Recipe("primer", primer=(5000,))), "outside the vocabulary of .*another model's"),
     (lambda lm, mini: lm.recipe("primer"), "no tokenizer"),
     (lambda lm, mini: mini.recipe(Recipe("primer", primer=(mini.tokenizer.eos_token_id,))), "holds the control token"),
-    (lambda lm, mini: mini.block_key([1], Recipe("primer")), "turns it into a model's ids"),
+    (lambda lm, mini: block_key(mini.fingerprint, Recipe("primer"), (), [1]), "turns it into a model's ids"),
 ]
 mini = made_by(rc.load_lm, "mini")
 

@@ -3,15 +3,15 @@
 import pytest
 import torch
 from bases import keep_basis
-from blocks import DTYPES, make_block, make_key
+from blocks import DTYPES, make_block, make_key, same
 from families import assert_same, random_prompt
 
 import ragcache as rc
 from ragcache.codecs import CODECS, get_codec
 from ragcache.fusion import place_check
 from ragcache.kv.block import KVBlock
+from ragcache.store.eviction import LRU
 from ragcache.store.kv_store import KVStore
-from ragcache.store.lru import LRU
 from ragcache.store.tiers import DeviceTier, MemoryTier
 from ragcache_demo.bag_of_words import BagOfWords
 
@@ -27,7 +27,7 @@ def test_the_device_tier_gives_back_what_was_put(device, dtype):
     assert held is not None
     assert got is not None
     assert got.keys.device.type == device.type
-    assert KVBlock(got.keys.cpu(), got.values.cpu()).equal(block)
+    assert same(KVBlock(got.keys.cpu(), got.values.cpu()), block)
 
 
 def test_the_device_tier_keeps_its_budget(device):
@@ -47,7 +47,7 @@ def test_host_memory_is_page_locked_and_exact(device):
     got = tier.get(make_key(2))
     assert got is not None
     assert got.keys.is_pinned() == tier.page_locked
-    assert got.equal(block)
+    assert same(got, block)
     there = got.keys.to(device, non_blocking=True)
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -12,6 +12,7 @@ from pathlib import Path
 import killed
 import pytest
 import torch
+from blocks import garbage_of
 from kit.ingestion import Kit
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -88,7 +89,7 @@ def assert_equal(kit: Kit, other: Kit) -> None:
             torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(ours.values, theirs.values, atol=1e-5, rtol=1e-5)
     assert set(kit.kv.keys()) == set(other.kv.keys()) == kit.documents.handles()
-    assert kit.documents.garbage() == set()
+    assert garbage_of(kit.documents) == set()
 
 
 @pytest.mark.timeout(3600)
@@ -154,7 +155,7 @@ def test_a_sync_killed_at_any_step_finishes_when_run_again(lm, lm_directory, run
             assert kit.ids() == [str(folder / f"{name}.md") for name in ("changed", "new", "renamed", "under")]
             assert not {name for name in ("Town1 ", "Town4 ", "Town5 ") if name in str(kit.texts())}
             kit.check()
-            assert (set(kit.kv.keys()), kit.documents.garbage()) == (kit.documents.handles(), set())
+            assert (set(kit.kv.keys()), garbage_of(kit.documents)) == (kit.documents.handles(), set())
         shutil.rmtree(work)
         if child.exitcode == 0:
             break

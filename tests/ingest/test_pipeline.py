@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from blocks import tier_of
+from blocks import garbage_of, tier_of
 from covering import covering
 from kit.ingestion import Kit, chunker_of
 from random_texts import text_of
@@ -135,7 +135,7 @@ def test_delete_reaches_text_vectors_index_and_every_tier(tmp_path, lm, kind):
         assert chunk.handle not in set(kit.kv.keys())
         assert vector not in path.read_bytes()
         assert chunk.vector_id not in kit.retriever.index
-        assert kit.documents.garbage() == set()
+        assert garbage_of(kit.documents) == set()
         kit.check()
     for file in (tmp_path / "kb").rglob("*"):
         if file.is_file():

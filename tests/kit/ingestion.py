@@ -12,8 +12,7 @@ from ragcache.ingest.chunker import Chunker, ChunkerConfig
 from ragcache.ingest.context_chunks import Similar
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.ingest.pipeline import Ingestor
-from ragcache.ingest.read_limits import ReadLimits
-from ragcache.ingest.store_writer import IngestConfig
+from ragcache.ingest.read_limits import IngestConfig, ReadLimits
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Neighbours, Recipe
 from ragcache.models.language_model import LanguageModel

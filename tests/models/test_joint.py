@@ -88,6 +88,7 @@ class Captured:
     def __init__(self, lm, prompt, method):
         self.run: ForwardRequest | None = None
         scheduler = lm.scheduler
+        prefix = lm.read(prompt.prefix_ids) if method != "full" else None
         original = scheduler.run
 
         def catch(run, alone=None):
@@ -97,7 +98,7 @@ class Captured:
         scheduler.run = catch
         try:
             blocks = rc.encode(lm, prompt) if method != "full" else None
-            rc.fuse(lm, prompt, method, blocks, prefix_block=lm.encode([prompt.prefix_ids])[0])
+            rc.fuse(lm, prompt, method, blocks, exact=prefix)
         except _CaughtError:
             pass
         finally:

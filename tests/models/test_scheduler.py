@@ -284,7 +284,7 @@ def test_an_answer_ends_at_its_last_position_or_before_an_eos(decoder, counting)
     assert [next(iter(taken)) for taken in counting.passes] == [7, 17, 27], "the last token is not run"
     assert list(decode(decoder, 7, 9, eos=(27,))) == [7, 17]
     assert list(decode(decoder, 7, 9, eos=(7,))) == list(decode(decoder, 7, 0)) == []
-    until(lambda: not decoder.decoding)
+    until(lambda: not decoder._decoding)
 
 
 def test_an_answer_waits_for_room_and_goes_on(decoder, counting):
@@ -305,7 +305,7 @@ def test_an_answer_waits_for_room_and_goes_on(decoder, counting):
     assert asked == [3, 5]
     with pytest.raises(OSError, match="no room"):
         list(grown(9))
-    until(lambda: not decoder.decoding)
+    until(lambda: not decoder._decoding)
     assert list(decode(decoder, 7, 2)) == [7, 17]
 
 
@@ -349,7 +349,7 @@ def test_an_answer_whose_reader_is_slow_goes_on(decoder, counting):
     steps = decode(decoder, 3, 8)
     assert next(steps) == 3
     until(lambda: len(counting.passes) == 7)
-    until(lambda: not decoder.decoding)
+    until(lambda: not decoder._decoding)
     assert list(steps) == [3 + 10 * step for step in range(1, 8)]
 
 
@@ -366,7 +366,7 @@ def test_closing_an_answer_waits_for_its_pass_and_no_other_follows(decoder, coun
     passes = len(counting.passes)
     assert int(decoder.run(run_of(5))) == 15
     assert len(counting.passes) == passes + 1
-    assert not decoder.decoding
+    assert not decoder._decoding
 
 
 def test_a_cache_that_is_released_amid_a_pass_is_let_go_behind_it(decoder, counting):
@@ -397,7 +397,7 @@ def test_a_failing_step_is_its_readers_alone(decoder, counting, pool):
     assert jobs[1].result(WAIT_S) == [2, 12, 22, 32, 42]
     with pytest.raises(RuntimeError, match=r"bad \{21\}"):
         jobs[0].result(WAIT_S)
-    assert not decoder.decoding
+    assert not decoder._decoding
 
 
 def test_choosing_may_fail(decoder):
@@ -456,4 +456,4 @@ def test_many_threads_get_their_own_results(decoder, counting):
             expected += [first + (number * n) % 90 + 10, *(first + 10 * step for step in range(n % 5))]
         assert found[number] == expected
     assert not decoder.waiting
-    assert not decoder.decoding
+    assert not decoder._decoding

@@ -265,10 +265,10 @@ def test_similar_passages_are_found_among_windows(lm, tmp_path):
 
 def test_chunks_with_windows_are_read_behind_those_before_them(lm, tmp_path):
     """Chunks' vector ids follow each other, and what an ingestion finds it records for each of them."""
-    config = rc.StoreConfig(neighbours=2, neighbours_from="document", kv="lazy")
+    config = rc.StoreConfig(neighbours=2, neighbours_from="document")
     options = {"store": config, "chunker": ChunkerConfig(64, 16)}
     with rc.RagCache.open(tmp_path / "kb", model=lm, embedder=FourWords(), **options) as kb:
-        kb.ingest([rc.Document(id, f"{LONG} {END}. " * 3) for id in "ab"])
+        kb.ingest([rc.Document(id, f"{LONG} {END}. " * 3) for id in "ab"], kv="lazy")
         for id in "ab":
             chunks = kb.store.documents.chunks_of(id)
             assert len(chunks) > 3

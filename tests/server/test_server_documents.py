@@ -199,7 +199,7 @@ def test_an_uploader_that_hangs_up_lets_the_next_one_in(served: Served, kb):
     headers = {"Accept": "text/event-stream"}
     with served.http.stream("POST", PATH, json={"documents": many}, headers=headers) as response:
         next(events(response.iter_lines()))
-    wait_for(lambda: not served.service.writers.busy)
+    wait_for(lambda: not served.service.writers._lock.locked())
     assert len(kb.documents()) < 300
     assert served.http.post(PATH, json={"documents": [NEW]}).json()["added"] == [NEW["id"]]
 

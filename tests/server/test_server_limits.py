@@ -457,7 +457,7 @@ def test_an_ingestion_ends_soon_after_its_client_left(served: Served, kb, monkey
     client = send(served, DOCUMENTS, added("left"))
     wait_for(lambda: slow.running)
     client.close()
-    wait_for(lambda: not served.service.writers.busy and not slow.running, SOON_S)
+    wait_for(lambda: not served.service.writers._lock.locked() and not slow.running, SOON_S)
     monkeypatch.undo()
     assert served.http.post(DOCUMENTS, json=added("next")).json()["added"] == ["next"]
     assert kb.document("left") is None

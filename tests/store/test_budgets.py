@@ -29,10 +29,9 @@ from ragcache.errors import MissingBlockError, PinError, StoreFullError
 from ragcache.kv.block import KVBlock
 from ragcache.store import tiers
 from ragcache.store.counters import Loaded
-from ragcache.store.eviction import POLICIES, Entry, get_policy
+from ragcache.store.eviction import LRU, POLICIES, Entry, get_policy
 from ragcache.store.kv_store import KVStore
 from ragcache.store.last_use import leased
-from ragcache.store.lru import LRU
 from ragcache.store.tiers.block_names import BlockFiles
 
 ONE = make_block(0).num_bytes
@@ -258,7 +257,7 @@ def test_a_block_larger_than_the_budget_is_not_kept_and_pushes_nothing_out(one, 
     with KVStore(root, disk_bytes=one, memory_bytes=0) as store:
         store.put(make_key(0), make_block(0))
         large = make_block(1, num_tokens=50)
-        assert store.put(make_key(1), large).equal(large)
+        assert same(store.put(make_key(1), large), large)
         assert (tier_of(store, make_key(0)), tier_of(store, make_key(1))) == ("disk", None)
         assert store.get(make_key(1)) is None
 
@@ -334,7 +333,7 @@ def churn(tier: tiers.DiskTier, seed: int, steps: int) -> int:
     for step in range(steps):
         number = rng.randrange(14)
         got = tier.get(make_key(number)) or tier.put(make_key(number), make_block(number, num_tokens=number * 9))
-        wrong += got is not None and not got.equal(make_block(number, num_tokens=number * 9))
+        wrong += got is not None and not same(got, make_block(number, num_tokens=number * 9))
         held = [*held, got][-(step % 4) :] if step % 4 else []
         if rng.random() < 0.15:
             tier.delete(make_key(rng.randrange(14)))
@@ -471,7 +470,7 @@ class Worker:
             case "get" | "hold":
                 found = [self.store.get(key) for key in keys]
                 loaded = [(n, one) for n, one in zip(numbers, found, strict=True) if one is not None]
-                self.wrong += sum(not one.block.equal(block(n)) for n, one in loaded)
+                self.wrong += sum(not same(one.block, block(n)) for n, one in loaded)
                 if name == "hold":
                     self.held += [one for _, one in loaded]
             case "delete":

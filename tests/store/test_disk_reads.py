@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import make_block, make_key, served_from
+from blocks import make_block, make_key, same, served_from
 from live_bytes import LiveBytes
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,8 +25,8 @@ from ragcache.codecs.block_file import write_block
 from ragcache.errors import DamagedBlockError
 from ragcache.files import PAGE
 from ragcache.kv.block import KVBlock
+from ragcache.store.eviction import LRU
 from ragcache.store.kv_store import KVStore
-from ragcache.store.lru import LRU
 from ragcache.store.tiers import MemoryTier
 
 KEY = make_key(1)
@@ -140,7 +140,7 @@ def test_the_kernel_copies_each_byte_once_to_where_it_stays_and_nobody_copies_it
     with open_store(tmp_path, device) as store:
         with Copies() as copies:
             loaded = store.get(KEY)
-        assert loaded.block.equal(held)
+        assert same(loaded.block, held)
         assert loaded.tier == "disk"
         [room] = pool.given
         assert kernel.moved == {"buffered": sum(done for _, done in kernel.reads)}
@@ -160,7 +160,7 @@ def test_with_a_cuda_device_a_cold_file_comes_past_the_page_cache(tmp_path, pool
     held = kept(tmp_path, codec, cold=True)
     with open_store(tmp_path, "cuda") as store:
         loaded = store.get(KEY)
-        assert loaded.block.equal(held)
+        assert same(loaded.block, held)
         assert kernel.moved.keys() == {"direct"}
         assert all(pool.holds(tensor) for tensor in tensors_of(loaded.block))
 
@@ -251,7 +251,7 @@ def test_a_block_in_memory_keeps_no_file_on_a_full_disk_in_use(tmp_path):
         assert loaded is not None
         store.put(make_key(2), make_block(2, num_tokens=LARGE))
         assert list(store.keys()) == [make_key(2)]
-        assert loaded.block.equal(held)
+        assert same(loaded.block, held)
 
 
 def test_without_room_in_memory_the_file_is_mapped_and_nothing_is_read_by_hand(tmp_path, pool, kernel):
@@ -267,7 +267,7 @@ def test_codes_are_read_to_where_a_kernel_reads_them(tmp_path, pool):
     with KVStore(tmp_path, memory_bytes=1 << 26) as store:
         loaded = store.get(KEY)
         assert loaded is not None
-        assert loaded.block.equal(held)
+        assert same(loaded.block, held)
         codes = [tensor for tensor in tensors_of(loaded.block) if tensor.dtype == torch.uint8]
         assert len(codes) == 2
         assert all(tensor.data_ptr() % 64 == 0 for tensor in codes)
@@ -338,7 +338,7 @@ def test_what_is_locked_stays_within_the_budget(tmp_path: Path, monkeypatch: pyt
             for rank, key in enumerate(KEYS):
                 loaded = store.get(key)
                 assert loaded is not None
-                assert loaded.block.equal(held[rank])
+                assert same(loaded.block, held[rank])
                 del loaded
                 assert store.stats().bytes_by_tier["memory"] == locking.live.now
         for rank, key in enumerate(KEYS):
@@ -361,7 +361,7 @@ def test_a_system_that_locks_no_more_is_named_once_and_ordinary_memory_serves(
             for rank, key in enumerate(KEYS):
                 loaded = store.get(key)
                 assert loaded is not None
-                assert loaded.block.equal(held[rank])
+                assert same(loaded.block, held[rank])
         assert store.stats().bytes_by_tier["memory"] >= sum(block.num_bytes for block in held)
     assert locking.asked == granted + 1, "who refused is not asked again"
     [said] = [record.getMessage() for record in caplog.records]
@@ -377,7 +377,7 @@ def test_threads_that_are_refused_together_name_it_once(
     locking.together = Barrier(len(KEYS))
     with on_cuda(tmp_path) as store, ThreadPoolExecutor(len(KEYS)) as threads, caplog.at_level(logging.WARNING):
         loaded = list(threads.map(store.get, KEYS))
-        assert all(one is not None and one.block.equal(of) for one, of in zip(loaded, held, strict=True))
+        assert all(one is not None and same(one.block, of) for one, of in zip(loaded, held, strict=True))
     assert locking.asked == len(KEYS)
     assert len(caplog.records) == 1
 

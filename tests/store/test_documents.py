@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from blocks import garbage_of
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from postgres_server import engine_of
@@ -61,7 +62,7 @@ def test_an_empty_store_has_nothing(store):
     assert store.chunks(["x"]) == []
     assert store.documents() == store.chunks_of("x") == []
     assert store.chunks_by_vector_ids([1, 2]) == list(store.all_vectors()) == []
-    assert store.vector_ids() == store.handles() == store.garbage() == store.collectable() == set()
+    assert store.vector_ids() == store.handles() == garbage_of(store) == store.collectable() == set()
     assert (store.counts(), store.generation()) == (Counts(0, 0, 0), 0)
     assert store.delete_documents(["x"]) == []
     assert store.generation() == 0, "nothing changed"
@@ -86,7 +87,7 @@ def test_a_document_without_chunks_is_a_document(store):
     put(store, "d", "h")
     assert store.counts() == Counts(2, 1, 2)
     put(store, "d")
-    assert (store.counts(), store.garbage()) == (Counts(2, 0, 0), {"h"})
+    assert (store.counts(), garbage_of(store)) == (Counts(2, 0, 0), {"h"})
 
 
 def test_vector_ids_rise_and_are_never_given_again(url):
@@ -146,12 +147,12 @@ def test_handles_set_later(store):
     store.set_handles({vector_id(store, "a.0"): "x", vector_id(store, "a.1"): "y"})
     assert store.handles() == {"x", "y", "h"}
     assert store.document("a").state == "ready"  # type: ignore[union-attr]
-    store.set_handle(vector_id(store, "a.0"), "z")
-    assert (store.garbage(), store.chunks(["a.0"])[0].handle) == ({"x"}, "z")
-    store.set_handle(vector_id(store, "a.1"), "x")
-    assert store.garbage() == {"y"}
-    store.set_handle(vector_id(store, "a.1"), None)
-    assert store.garbage() == {"x", "y"}
+    store.set_handles({vector_id(store, "a.0"): "z"})
+    assert (garbage_of(store), store.chunks(["a.0"])[0].handle) == ({"x"}, "z")
+    store.set_handles({vector_id(store, "a.1"): "x"})
+    assert garbage_of(store) == {"y"}
+    store.set_handles({vector_id(store, "a.1"): None})
+    assert garbage_of(store) == {"x", "y"}
     assert store.generation() == generation, "the index does not depend on handles"
 
 
@@ -171,7 +172,7 @@ HANDLES = st.lists(st.sampled_from(["h1", "h2", "h3", "h4", None]), max_size=3)
 def test_garbage_and_handles_equal_a_model(store, operations):
     """Every handle ever used is either referred to, or garbage: none is lost, none is both."""
     store.delete_documents("abc")
-    store.clear_garbage(store.garbage())
+    store.clear_garbage(garbage_of(store))
     documents: dict[str, list[str | None]] = {}
     used: set[str] = set()
     for id, handles in operations:
@@ -186,7 +187,7 @@ def test_garbage_and_handles_equal_a_model(store, operations):
             used |= {handle for handle in handles if handle}
         referred = {handle for handles in documents.values() for handle in handles if handle}
         assert store.handles() == referred
-        assert store.garbage() == store.collectable() == used - referred
+        assert garbage_of(store) == store.collectable() == used - referred
 
 
 def test_deletion_takes_everything_of_a_document(store, url):
@@ -339,7 +340,7 @@ def test_a_taken_chunk_id_gets_a_suffix(store):
 
 def test_a_failure_in_the_middle_changes_nothing(store, monkeypatch):
     put(store, "a", "h0", "h1")
-    before = (store.chunks_of("a"), store.generation(), store.garbage(), store.counts())
+    before = (store.chunks_of("a"), store.generation(), garbage_of(store), store.counts())
 
     def fail(connection: object) -> None:
         raise RuntimeError("stop")
@@ -349,7 +350,7 @@ def test_a_failure_in_the_middle_changes_nothing(store, monkeypatch):
         for change in (lambda: put(store, "a", "h2"), lambda: store.delete_documents(["a"])):
             with pytest.raises(RuntimeError, match="stop"):
                 change()
-    assert (store.chunks_of("a"), store.generation(), store.garbage(), store.counts()) == before
+    assert (store.chunks_of("a"), store.generation(), garbage_of(store), store.counts()) == before
 
 
 def test_a_read_only_store_reads(url):
@@ -366,7 +367,7 @@ def test_a_read_only_store_reads(url):
         for change in (
             lambda: put(reader, "b"),
             lambda: reader.delete_documents(["a"]),
-            lambda: reader.set_handle(vector_id(reader, "a.0"), None),
+            lambda: reader.set_handles({vector_id(reader, "a.0"): None}),
             lambda: reader.clear_garbage(["h"]),
         ):
             with pytest.raises(errors.StoreReadOnlyError, match="read-only"):
@@ -419,13 +420,13 @@ def test_neighbours_come_back_in_their_order(store, table):
 def test_other_neighbours_make_the_kv_garbage_and_the_same_ones_do_not(store, table):
     a, b, c = (put_one(store, name, f"h{name}") for name in "abc")
     table.record({a: [Near(b, 0.9), Near(c, 0.4)]})
-    assert (handle_of(store, "a"), store.garbage()) == (None, {"ha"})
+    assert (handle_of(store, "a"), garbage_of(store)) == (None, {"ha"})
     store.clear_garbage(["ha"])
-    store.set_handle(vector_id(store, "a.0"), "h2")
+    store.set_handles({vector_id(store, "a.0"): "h2"})
     assert table.record({a: [Near(b, 0.9), Near(c, 0.4)]}) == {a}
-    assert (handle_of(store, "a"), store.garbage()) == ("h2", set())
+    assert (handle_of(store, "a"), garbage_of(store)) == ("h2", set())
     table.record({a: [Near(c, 0.4), Near(b, 0.4)]})
-    assert (handle_of(store, "a"), store.garbage(), table.of([a])) == (None, {"h2"}, {a: [c, b]})
+    assert (handle_of(store, "a"), garbage_of(store), table.of([a])) == (None, {"h2"}, {a: [c, b]})
     assert (handle_of(store, "b"), handle_of(store, "c")) == ("hb", "hc")
 
 
@@ -443,7 +444,7 @@ def test_a_chunk_that_goes_takes_the_kv_that_was_read_behind_it(store, table, ho
         store.move_document("a", "b", StoredVersion("", "", ""), ["b.0"])
     assert [handle_of(store, name) for name in "cd"] == ["hc", None]
     assert table.of([c, d]) == {c: [d]}
-    assert store.garbage() == {"ha", "hb", "hd"}
+    assert garbage_of(store) == {"ha", "hb", "hd"}
     if how == "move onto it":  # the chunk keeps its vector id; what it was read behind is gone
         assert (handle_of(store, "b"), table.of([a])) == (None, {})
     else:
@@ -472,7 +473,7 @@ def test_neighbours_follow_a_document_that_is_moved(store, table):
     store.set_handles({a: "ha", b: "hb"})
     store.move_document("a", "z", StoredVersion("", "", ""), ["z.0"])
     assert table.of([a, b]) == {a: [b], b: [a]}
-    assert (handle_of(store, "z"), store.garbage()) == ("ha", set())
+    assert (handle_of(store, "z"), garbage_of(store)) == ("ha", set())
 
 
 def test_a_chunk_that_has_gone_is_recorded_nowhere(store, table):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from blocks import make_block, make_key, put_all, served_from, size_of, tier_of
+from blocks import make_block, make_key, put_all, same, served_from, size_of, tier_of
 from kit.makers import made_by
 from tiny_disk import run_on_tiny_disk
 
@@ -225,7 +225,7 @@ with KVStore(disk / "kv", memory_bytes=0) as store:
                    lambda: store.delete(make_key(1))):
         with pytest.raises(StoreReadOnlyError, match=str(disk / "kv")):
             action()
-    assert store.get(make_key(1)).block.equal(make_block(1))
+    assert same(store.get(make_key(1)).block, make_block(1))
     assert store.get(make_key(2)) is None
 """
 
@@ -242,9 +242,9 @@ def test_what_was_deleted_meanwhile_is_passed_on_and_not_kept(tmp_path, deleted)
         store.put(make_key(1), make_block(1))
         if deleted:
             store.delete(make_key(1))
-        assert store.put(make_key(1), make_block(1), "nowhere").equal(make_block(1))
+        assert same(store.put(make_key(1), make_block(1), "nowhere"), make_block(1))
         assert store.lookup([make_key(1)], "memory").keys() == (set() if deleted else {make_key(1)})
-        assert store.put(make_key(1), make_block(1), "again").equal(make_block(1))
+        assert same(store.put(make_key(1), make_block(1), "again"), make_block(1))
         assert tier_of(store, make_key(1)) == (None if deleted else "memory")
 
 
@@ -287,7 +287,7 @@ def test_what_is_not_used_for_so_long_is_dropped_from_every_tier(tmp_path, clock
         assert (tier_of(store, OLD), size_of(store, OLD), OLD in store) == (None, None, False)
         assert store.get(OLD) is None
         assert store.stats().bytes_by_tier == {"memory": 0, "disk": 0}
-        assert store.put(OLD, make_block(0)).equal(make_block(0))
+        assert same(store.put(OLD, make_block(0)), make_block(0))
         assert store.get(OLD) is not None
 
 

@@ -5,8 +5,7 @@ import random
 import pytest
 
 from ragcache.errors import MetadataError
-from ragcache.store.place_text import place_text
-from ragcache.store.places import Place, PlaceIndex, check_places, edited
+from ragcache.store.places import Place, PlaceIndex, check_places, edited, place_text
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from ragcache.errors import ConfigError, is_whole
 from ragcache.fusion import recompute
-from ragcache.lazy_torch import torch
+from ragcache.lazy_torch import Tensor, torch
 from ragcache_papers.gather import attention_received
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SCORE_LAYER = 1
 

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, ClassVar
 from ragcache.errors import ConfigError
 from ragcache.fusion.layout import AddedTokens
 from ragcache.fusion.method import FusionMethod, PrefillOutput, PrefillRequest
-from ragcache.lazy_torch import torch
+from ragcache.lazy_torch import Tensor, torch
 from ragcache.models.card import ModelCard
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ragcache.kv.fused_cache import Adjust
 
 UNSEEN = -1e30  # lower scores are those of masked keys: no visible key has a score as low

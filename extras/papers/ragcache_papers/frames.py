@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 import zstandard
 
 from ragcache.errors import DamagedBlockError
-from ragcache.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from ragcache.lazy_torch import Tensor, torch
 
 # Huffman coding makes the codes small. Repeated runs are few, and searching for them costs more than it saves: a table
 # of 64 entries finds hardly any.

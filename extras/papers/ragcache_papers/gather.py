@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ragcache.errors import ConfigError
 from ragcache.fusion.method import PrefillRequest
-from ragcache.lazy_torch import torch
+from ragcache.lazy_torch import Tensor, torch
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ragcache.kv.fused_cache import FusedCache
     from ragcache.models.attention import Projected
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from ragcache.codecs.base import Codec
 from ragcache.codecs.basis import Bases
@@ -13,15 +13,11 @@ from ragcache.codecs.none import RawCodec
 from ragcache.errors import DamagedBlockError, UnencodableBlockError
 from ragcache.kv.block import KVBlock
 from ragcache.kv.cache_shape import LayerShape
-from ragcache.lazy_torch import torch
+from ragcache.lazy_torch import Tensor, torch
 from ragcache_papers.frames import check_frames, pack_frames
 from ragcache_papers.kvtc_basis import Basis
 from ragcache_papers.kvtc_fit import FEATURES, fit_basis, layer_groups, stand_in, usual_ratio
 from ragcache_papers.kvtc_transform import FIRST_TOKENS, WIDTHS, Group
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 _NAME_BYTES = 32  # of a basis
 _EXACT_BYTES = 2  # most bytes of a number of an exact token

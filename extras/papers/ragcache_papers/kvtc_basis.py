@@ -9,14 +9,10 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from ragcache.kv.block import KVBlock, MixedBlock
+from ragcache.lazy_torch import Tensor
 from ragcache_papers.kvtc_transform import Group, groups_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 # Unpacked codes that are kept for the next layer: a prompt's passages are read layer by layer.
 RECENT_BYTES = 64 << 20

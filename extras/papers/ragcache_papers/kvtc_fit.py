@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,13 +24,9 @@ from numpy.typing import NDArray
 from ragcache.errors import BasisError, check_least
 from ragcache.kv.block import KVBlock, MixedBlock
 from ragcache.kv.sparse_block import SparseBlock
-from ragcache.lazy_torch import torch
+from ragcache.lazy_torch import Tensor, torch
 from ragcache_papers import kvtc_transform
 from ragcache_papers.frames import pack_frames
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 Floats = NDArray[np.float64]
 RATIO = 20.0

@@ -18,15 +18,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from itertools import groupby
-from typing import TYPE_CHECKING
 
-from ragcache.codecs.packed_bits import pack, unpack
+from ragcache.codecs.affine import pack, unpack
 from ragcache.errors import DamagedBlockError
-from ragcache.lazy_torch import torch
+from ragcache.lazy_torch import Tensor, torch
 from ragcache_papers.frames import read_frame
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 WIDTHS = (8, 4, 2)  # bits of a component's codes, before entropy coding
 FIRST_TOKENS = 1  # of a passage, kept exact: an attention sink is unlike all others, and beyond the limit

@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, ClassVar
 from ragcache.errors import ConfigError, is_whole
 from ragcache.fusion.method import FusionMethod, PrefillOutput, PrefillRequest
 from ragcache.fusion.recompute import RecomputeContext, Running, check_ratio, check_tokens, chosen, open_cache, rerun
-from ragcache.lazy_torch import torch
+from ragcache.lazy_torch import Tensor, torch
 from ragcache.models.card import ModelCard
 from ragcache.prompt import Prompt
 from ragcache_papers.a3 import check_pool, pooled
 from ragcache_papers.gather import attention_received
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ragcache.kv.fused_cache import FusedCache
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ragcache.errors import ConfigError
 from ragcache.fusion.method import FusionMethod, PrefillOutput, PrefillRequest
 from ragcache.fusion.recompute import RecomputeContext
-from ragcache.lazy_torch import torch
+from ragcache.lazy_torch import Tensor, torch
 from ragcache.models.card import ModelCard
 from ragcache.prompt import Prompt
 from ragcache_papers.gather import Gather, Held
@@ -18,8 +18,6 @@ from ragcache_papers.samkv_selection import BlockPartition, SidecarSurvey, Surve
 from ragcache_papers.samkv_sidecar import Sidecar, Sizes, SurveyedBlock
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ragcache.kv.block import KVBlock
     from ragcache.kv.fused_cache import FusedCache
     from ragcache.models.layerwise import LayerPoint

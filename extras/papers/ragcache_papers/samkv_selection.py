@@ -8,13 +8,11 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from ragcache.fusion.recompute import RecomputeContext, highest
-from ragcache.lazy_torch import torch
+from ragcache.lazy_torch import Tensor, torch
 from ragcache_papers.gather import Gather
 from ragcache_papers.samkv_sidecar import PAUTA, Sidecar, Sizes
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ragcache.models.attention import Attended
 
 

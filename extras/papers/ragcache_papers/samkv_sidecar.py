@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, ClassVar
 from ragcache.codecs.none import RawCodec
 from ragcache.errors import DamagedBlockError
 from ragcache.kv.block import KVBlock, MixedBlock
-from ragcache.lazy_torch import torch
+from ragcache.lazy_torch import Tensor, torch
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ragcache.kv.exact import Exact
     from ragcache.kv.rope import Rope
     from ragcache.models.attention import Attended
@@ -103,21 +101,12 @@ class SurveyedBlock(MixedBlock):
         self.sidecar = sidecar
         self.codec = SamKVCodec()
 
-    def __repr__(self) -> str:
-        return f"SurveyedBlock({self.kv!r})"
-
     @property
     def num_bytes(self) -> int:
         return super().num_bytes + self.sidecar.num_bytes
 
     def map(self, change: Callable[[Tensor], Tensor]) -> KVBlock:
         return SurveyedBlock(self.kv.map(change), self.sidecar.map(change))
-
-    def equal(self, other: KVBlock) -> bool:
-        if not isinstance(other, SurveyedBlock):
-            return False
-        own, theirs = self.sidecar.tensors, other.sidecar.tensors
-        return super().equal(other) and all(torch.equal(own[name], theirs[name]) for name in own)
 
 
 class SamKVCodec(RawCodec):

@@ -12,9 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ragcache.errors import ConfigError
 from ragcache.store import hyperbolic
-from ragcache.store.eviction import ADMISSIONS, POLICIES, Entry, EvictionPolicy, get_policy
+from ragcache.store.eviction import ADMISSIONS, LRU, POLICIES, Entry, EvictionPolicy, get_policy
 from ragcache.store.hyperbolic import Hyperbolic
-from ragcache.store.lru import LRU
 from ragcache.store.tiers import MemoryTier
 from ragcache_papers.tinylfu import CountMinSketch, TinyLFU
 

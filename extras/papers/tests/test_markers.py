@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ContextTooLongError, StaleBlockError
+from ragcache.kv.block_key import block_key
 from ragcache.models.trained_tokens import TrainedTokens
 
 START, END = 170, 171
@@ -127,9 +128,11 @@ def test_blocks_with_and_without_markers_are_never_mistaken(llama):
     with pytest.raises(ConfigError, match="with markers 5 and 6, not 'isolated' with markers 170 and 171"):
         rc.fuse(llama, prompt, method="markers", blocks=marked, doc_start_id=5, doc_end_id=6)
     recipes = [rc.Recipe(), MARKED, rc.Recipe(markers=(END, START)), rc.Recipe("prefix"), rc.Recipe(bos=True)]
-    keys = Counter(llama.block_key([1, 2, 3], recipe) for recipe in recipes)
+    keys = Counter(block_key(llama.fingerprint, recipe, (), [1, 2, 3]) for recipe in recipes)
     assert max(keys.values()) == 1
-    assert llama.block_key([1, 2, 3], MARKED) != llama.block_key([START, 1, 2, 3, END], rc.Recipe())
+    assert block_key(llama.fingerprint, MARKED, (), [1, 2, 3]) != block_key(
+        llama.fingerprint, rc.Recipe(), (), [START, 1, 2, 3, END]
+    )
 
 
 def test_markers_count_towards_the_longest_prompt(llama):

@@ -199,10 +199,6 @@ class Plan:
     keep: str
     reasons: list[str] = field(default_factory=list)
 
-    @property
-    def advised(self) -> CodecPlan:
-        return next(plan for plan in self.codecs if plan.codec == self.codec)
-
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "bytes_per_token": self.shape.bytes_per_token}
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcache.store.eviction import Entry, EvictionPolicy, get_policy
+from ragcache.store.eviction import LRU, Entry, EvictionPolicy, get_policy
 from ragcache.store.ledger import ByteLedger
-from ragcache.store.lru import LRU
 from ragcache_plan.accesses import Accesses
 from ragcache_plan.rates import MachineRates
 

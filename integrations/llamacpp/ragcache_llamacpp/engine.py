@@ -6,13 +6,12 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ragcache.engine.answer import Done, Event, Source, Sources, Usage
+from ragcache.engine.answer import Done, Event, Sources
 from ragcache.engine.caches.prefix_cache import PrefixStats
 from ragcache.engine.contract import EmbeddedModel, reads_by_layout
 from ragcache.engine.estimate import PrefillEstimate
@@ -33,8 +32,6 @@ from ragcache.models.card import ModelCard, eos_token_ids
 from ragcache.models.deadline import NO_LIMIT, limited
 from ragcache.models.generate import decode
 from ragcache.models.scheduler import PassStats
-from ragcache.models.thoughts import ThoughtLimit
-from ragcache.retrieval.retriever import Hit
 from ragcache.store.documents import DocumentStore
 from ragcache_llamacpp.model import LlamaModel, as_cache
 from ragcache_llamacpp.options import NAME
@@ -171,7 +168,8 @@ class LlamaEngine:
             known = len(sequence.elements)
             with limited(limit):
                 self._load(request, reading, passages, known)
-            yield Sources(self._sources(request, passages), options.choice.label, options.choice.why)
+            sources = sources_of(request, passages.handles, passages.origins)
+            yield Sources(sources, options.choice.label, options.choice.why)
             limit.check()
             with limited(limit):
                 started = time.perf_counter()
@@ -188,10 +186,7 @@ class LlamaEngine:
         if request.earlier_turns is not None:
             request.earlier_turns.answered(request.hits, output.turn, output.said(self.lm))
         counts = TokenCounts.of(layout.num_tokens, [computed], passages.encoded_tokens)
-        usage = Usage(
-            layout.num_tokens, counts.cached, len(output.ids), counts.created, counts.computed, output.reasoning_tokens
-        )
-        yield Done(output.answer(request, self._sources(request, passages), usage))
+        yield Done(output.answer(request, sources, output.usage(counts)))
 
     def clear(self) -> None:
         """Drop every kept sequence: any may hold a deleted passage."""
@@ -212,17 +207,17 @@ class LlamaEngine:
 
     def _passages(self, request: Request, layout: Layout) -> Passages:
         """Return the prompt's passages, without their blocks."""
-        handles = self._encoder.keys([hit.chunk for hit in _hits(request)])
+        handles = self._encoder.keys([hit.chunk for hit in request.all_hits])
         return Passages(handles, [SHARED if layout.separate else UNUSED] * len(handles))
 
     def _load(self, request: Request, reading: Reading, passages: Passages, known: int) -> None:
         """Load or compute the blocks of the passages after the first `known` tokens, unless they were loaded before."""
-        hits = _hits(request)
+        hits = request.all_hits
         pieces = [piece for piece in reading.layout.placed(known) if piece.start not in passages.blocks]
         numbers = [piece.passage for piece in pieces if piece.passage is not None]
         if not numbers:
             return
-        encoder = self._encoder_after(request.options.method.prefix_ids(self.lm, request.prompt))
+        encoder = self._encoder.after(request.options.method.prefix_ids(self.lm, request.prompt))
         loaded = self._loader.load(
             encoder, self._documents, [hits[number].chunk for number in numbers], passing=encoder is not self._encoder
         )
@@ -234,21 +229,10 @@ class LlamaEngine:
         passages.encode_s += loaded.encode_s
         passages.encoded_tokens += loaded.encoded_tokens
 
-    def _encoder_after(self, ids: Sequence[int]) -> ModelEncoder:
-        """Return the store's encoder, or an encoder for another prefix if blocks depend on their prefix."""
-        own = self._encoder
-        if not own.recipe.needs_prefix or list(ids) == own.prefix_ids:
-            return own
-        return ModelEncoder(self.lm, own.recipe, ids, own.salt, neighbourhood=own.neighbourhood)
-
     def _decode(
         self, request: Request, sequence: CellSequence, logits: Tensor, output: OutputProcessor, room: int, most: int
     ) -> Generator[int, None, None]:
         options, pool = request.options, self.lm.sequences
-        thoughts = None
-        if options.thinking is not None:
-            is_open = request.has_begun_thoughts(self.lm.tokenizer)
-            thoughts = partial(ThoughtLimit, options.thinking, self.lm.tokenizer, options.thinking_budget, is_open)
         read = len(sequence.elements)
 
         def more() -> int:
@@ -271,15 +255,6 @@ class LlamaEngine:
             limit=request.limit,
             more=more,
             most=most,
-            thoughts=thoughts,
+            thoughts=request.thoughts(self.lm.tokenizer),
             room=room,
         )
-
-    def _sources(self, request: Request, passages: Passages) -> list[Source]:
-        return sources_of(request, passages.handles, passages.origins)
-
-
-def _hits(request: Request) -> list[Hit]:
-    """Return the passages of earlier turns and of this turn."""
-    earlier = request.earlier_turns.history.hits if request.earlier_turns is not None else ()
-    return [*earlier, *request.hits]

@@ -68,17 +68,14 @@ def shared_state(app: FastAPI) -> SharedState:
 
 
 @dataclass
-class Caller:
+class Caller(SharedState):
     """A request's access to the records of its API key.
 
     service: the server's service, as the request sees it
-    work:    set when files may be waiting to be indexed
     owner:   identifies the API key in records
     """
 
     service: Service
-    records: Records
-    work: asyncio.Event
     owner: str
 
     async def read(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
@@ -128,7 +125,7 @@ class Caller:
 
 async def _caller(request: Request, service: ServiceParam) -> Caller:
     state = shared_state(request.app)
-    return Caller(service, state.records, state.work, service.key.digest[:32])
+    return Caller(state.records, state.work, service, service.key.digest[:32])
 
 
 CallerParam = Annotated[Caller, Depends(_caller)]

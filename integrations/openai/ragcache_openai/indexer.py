@@ -14,7 +14,6 @@ from typing import Any, BinaryIO, cast
 from ragcache import Document, IngestReport, RagCache
 from ragcache.errors import IngestError, NoSuchCollectionError, ReaderError, StoreBusyError
 from ragcache.ingest.readers import SourceFile
-from ragcache.ingest.sandbox import IsolatedReader
 from ragcache.models.deadline import Limit, limited
 from ragcache.server import observe as logs
 from ragcache.server.document_routes import add_documents, deletion
@@ -43,9 +42,6 @@ class Indexer:
     records: Records
     work: asyncio.Event
 
-    def __post_init__(self) -> None:
-        self.reader = IsolatedReader(self.service.kb.ingestor.config.reading)
-
     async def run(self) -> None:
         """Index files until cancelled, or until the server shuts down."""
         while not self.service.draining:
@@ -60,9 +56,6 @@ class Indexer:
                 logs.write_failure(error)
                 await asyncio.sleep(PAUSE_S)
 
-    def close(self) -> None:
-        self.reader.close()
-
     async def _index(self, file: Record) -> None:
         """Index a file, or record its failure. It goes on waiting if the store is busy or the server shuts down."""
         failure: Exception | None
@@ -71,10 +64,7 @@ class Indexer:
             report = await self.service.add(self._store(file, documents)).last()
             stored, failed = (True, []) if report is None else _outcome(report, failed)
             failure = failed[0] if failed else None
-        except StoreBusyError:
-            await asyncio.sleep(PAUSE_S)
-            return
-        except ApiError:  # the server is shutting down, or the tokens that may be added in this hour are used up
+        except (StoreBusyError, ApiError):  # or the server is shutting down, or this hour's tokens are used up
             await asyncio.sleep(PAUSE_S)
             return
         except Exception as error:
@@ -123,7 +113,8 @@ class Indexer:
             copy.seek(0)
             upload = Upload(file.body["filename"], cast(BinaryIO, copy))
             files, failures = stack.enter_context(self.service.uploads.holding([upload]))
-            found = [record for one in files for record in self.reader.read(SourceFile(one.path, file.id, one.source))]
+            reader = stack.enter_context(self.service.reader())
+            found = [record for one in files for record in reader.read(SourceFile(one.path, file.id, one.source))]
         failed: list[Exception] = [one.error for one in failures]
         failed += [one for one in found if isinstance(one, ReaderError)]
         documents = [one for one in found if isinstance(one, Document)]

@@ -268,7 +268,11 @@ RESPONSE = "response"
 )
 async def create_response(request: Request, caller: CallerParam, asked: ResponsesRequest) -> Response:
     service = caller.service
-    retrieves, history, kb = service.retrieves(asked.model), await history_of(caller, asked), service.kb
+    retrieves, history, kb = (
+        service.retrieves(asked.model),
+        await caller.read(_chain, caller, asked.previous_response_id),
+        service.kb,
+    )
     if asked.search is not None:
         if asked.extension.documents is not None:
             message = "file_search finds the passages; leave ragcache.documents out, or tools"
@@ -297,33 +301,23 @@ async def _kept(events: AsyncIterator[Event], writer: ResponseWriter) -> AsyncIt
             yield one
 
 
-async def history_of(caller: Caller, asked: ResponsesRequest) -> list[dict[str, Any]]:
-    """Return the items that an answer continues from.
+def _chain(caller: Caller, id: str | None) -> list[dict[str, Any]]:
+    """Return the inputs and outputs up to a kept answer, oldest first; none without an id.
 
-    Raises ApiError if they were deleted or are another key's (404; for an earlier answer 400, as in OpenAI's API), or
-    if there are too many.
+    Raises ApiError (400, as in OpenAI's API) if an answer was deleted or is another key's, or if there are too many.
     """
-    if asked.previous_response_id is not None:
-        return await caller.read(_chain, caller, asked.previous_response_id)
-    return []
-
-
-def _chain(caller: Caller, id: str) -> list[dict[str, Any]]:
-    """Return the inputs and outputs up to a kept answer, oldest first."""
     found: list[list[dict[str, Any]]] = []
-    param, next_id = "previous_response_id", id
-    count = letters = 0
-    while True:
-        record = caller.records.get(RESPONSE, caller.owner, next_id)
+    param, count, letters = "previous_response_id", 0, 0
+    while id is not None:
+        record = caller.records.get(RESPONSE, caller.owner, id)
         if record is None:
-            raise absent("previous response", next_id, param, 400)
+            raise absent("previous response", id, param, 400)
         response = record.body["response"]
         found.append([*record.body["input"], *response["output"]])
         count, letters = count + len(found[-1]), letters + sum(len(text_of(item)) for item in found[-1])
         check_room(count, letters, param)
-        if (earlier := response["previous_response_id"]) is None:
-            return [item for part in reversed(found) for item in part]
-        next_id = earlier
+        id = response["previous_response_id"]
+    return [item for part in reversed(found) for item in part]
 
 
 @router.get(

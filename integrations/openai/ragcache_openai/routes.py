@@ -29,7 +29,6 @@ async def _running(app: FastAPI) -> AsyncIterator[None]:
     finally:
         running.cancel()
         await asyncio.wait([running])
-        indexer.close()
 
 
 router = APIRouter(lifespan=_running)

@@ -12,7 +12,7 @@ from pydantic import Field, JsonValue
 from starlette.responses import Response
 
 from ragcache.errors import NoSuchCollectionError
-from ragcache.ingest.readers import readers
+from ragcache.ingest.readers import kind_problem
 from ragcache.server.body import JsonRoute
 from ragcache.server.http_errors import ApiError, errors
 from ragcache.server.wire import AnswerModel, RequestModel
@@ -148,17 +148,12 @@ async def records_to_attach(caller: Caller, store: str, wanted: Sequence[FileToA
     found = []
     for one in {one.file_id: one for one in wanted}.values():
         file = files[one.file_id]
-        _check_kind(file.body["filename"], param)
+        name = file.body["filename"]
+        if problem := kind_problem(PurePosixPath(name).suffix.lower()):
+            raise ApiError(400, f"{name}: {problem}", "unsupported_file", param)
         body = {**file.body, "file_id": file.id, "attributes": one.attributes or {}}
         found.append(Record(f"{store}/{file.id}", ATTACHED, caller.owner, body, parent=store, state=WAITING))
     return found
-
-
-def _check_kind(name: str, param: str) -> None:
-    suffix = PurePosixPath(name).suffix.lower()
-    if suffix not in readers():
-        message = f"{name}: files of kind {suffix!r} cannot be read; known are {' '.join(readers())}"
-        raise ApiError(400, message, "unsupported_file", param)
 
 
 async def delete_indexed(caller: Caller, deletions: Sequence[Callable[..., object]], ids: Sequence[str]) -> None:

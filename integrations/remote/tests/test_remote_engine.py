@@ -21,6 +21,7 @@ from ragcache.errors import (
     ModelMismatchError,
     TimedOutError,
 )
+from ragcache.kv.block_key import block_key
 from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_vllm.request_layout import RequestLayout, served_name
 
@@ -69,7 +70,7 @@ def test_a_long_beginning_is_a_block_of_its_own_and_stays(open_kb, front, vllm):
         kb.ingest(rc.Document("clubs", "The rowing club of Kelbrook meets on Monday, too."))
         first = list(kb._engine.prompts.format.prefix_ids)
         assert kb.doctor().sound
-        key = kb.lm.block_key(first, rc.Recipe())
+        key = block_key(kb.lm.fingerprint, rc.Recipe(), (), first)
         assert kb.store.documents.referenced([key, "other"]) == {key}
         assert key in set(kb.store.kv.keys())
         block = kb.store.kv.get(key).block

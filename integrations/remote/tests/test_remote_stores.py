@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from blocks import make_block, make_key, size_of, tier_of
+from blocks import make_block, make_key, same, size_of, tier_of
 
 from integrations.remote.tests.remotes import KINDS, remote_url, s3_server
 from ragcache.codecs import RawCodec
@@ -71,7 +71,7 @@ def test_what_one_machine_puts_another_one_has(open_machine: Open, codec: str) -
     for _ in range(2):
         loaded = second.get(KEY)
         assert loaded is not None
-        assert loaded.block.equal(held)
+        assert same(loaded.block, held)
         tiers.append(loaded.tier)
     assert tiers == ["remote", "disk"], "the second read is of the copy"
     assert first.get(KEY).tier == "disk"  # type: ignore[union-attr]
@@ -104,7 +104,7 @@ def test_a_disk_budget_bounds_the_copies_alone(open_machine: Open, tmp_path: Pat
     for number in reversed(range(20)):
         loaded = store.get(make_key(number))
         assert loaded is not None
-        assert loaded.block.equal(make_block(number))
+        assert same(loaded.block, make_block(number))
         tiers.append(loaded.tier)
     assert (tiers[0], tiers[-1]) == ("disk", "remote")
 
@@ -160,7 +160,7 @@ def test_a_damaged_copy_is_replaced_from_the_remote(open_machine: Open, tmp_path
     loaded = store.get(KEY)
     assert loaded is not None
     assert loaded.tier == "remote"
-    assert loaded.block.equal(make_block(1))
+    assert same(loaded.block, make_block(1))
     assert unsealed(copy.read_bytes()) == unsealed(whole)
     copy.write_bytes(whole[:-1])
     store.verify(KEY)

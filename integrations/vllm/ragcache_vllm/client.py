@@ -83,7 +83,10 @@ class VllmClient:
         return min((length for length in lengths if length is not None), default=None)
 
     def _longest_prompt(self, server: EngineServer) -> int | None:
-        answer = self._run(server, self._get(server, "/v1/models"))
+        try:
+            answer = self.submit(self._get(server, "/v1/models")).result()
+        except Exception as error:  # any error: the caller waits for it
+            raise _translated(server, error) from None
         try:
             served = {str(model["id"]): model.get("max_model_len") for model in json.loads(answer)["data"]}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -121,7 +124,7 @@ class VllmClient:
             asyncio.run_coroutine_threadsafe(client.aclose(), loop).result(CONNECT_S)
         loop.call_soon_threadsafe(loop.stop)
 
-    def submit(self, work: Coroutine[Any, Any, None]) -> Any:
+    def submit(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Start a coroutine on the loop's thread, and return its future. The thread starts with the first request."""
         with self._lock:
             if self._loop is None:
@@ -185,21 +188,6 @@ class VllmClient:
         async with self._http().stream("GET", server.base + path, timeout=CONNECT_S) as response:
             await self._check(server, response)
             return await _beginning(response)
-
-    def _run(self, server: EngineServer, work: Coroutine[Any, Any, bytes]) -> bytes:
-        found: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
-
-        async def run() -> None:
-            try:
-                found.put(await work)
-            except Exception as error:  # any error: the caller waits for it
-                found.put(_translated(server, error))
-
-        self.submit(run())
-        answer = found.get()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
 
     def _http(self) -> httpx.AsyncClient:
         """Return the client, made on its loop. It ignores proxies, because the engine is given by its address."""

@@ -133,8 +133,8 @@ class VllmEngine:
         It has no layout, so that vLLM computes the whole prompt, if the method reuses no blocks, a passage has no block
         yet, or the passages are of several collections. Raises ConfigError if vLLM cannot place blocks by this layout.
         """
-        hits = [*(request.earlier_turns.history.hits if request.earlier_turns else ()), *request.hits]
-        layout, names = request.plan.layout, self.prompts.block_keys.passing(request.options.where)
+        hits, layout = request.all_hits, request.plan.layout
+        names = self.prompts.block_keys.passing(request.options.where)
         chunks = names.with_neighbours([hit.chunk for hit in hits])
         handles = [names.key_of(chunk) for chunk in chunks]
         if not layout.separate or not handles:

@@ -14,9 +14,10 @@ import httpx
 from vllm_world import QUIET
 
 import ragcache as rc
+from ragcache.cli.flags import StoreOptions
 from ragcache_demo.demo_command import load_questions
-from ragcache_vllm.command import EngineSettings, vllm_command
 from ragcache_vllm.merged_adapter import servable
+from ragcache_vllm.vllm_command import EngineOptions, server_command
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 QUESTIONS = [entry.text for entry in load_questions(EXAMPLES / "corpus_questions.jsonl")]
@@ -53,15 +54,15 @@ def started(
         bound = library.store.documents.properties()
         models = library.store.layout.models
     model, checkpoint = servable(str(bound["model_name"]), str(bound["checkpoint"]), models)
-    settings = EngineSettings(store, port=free_port(), more=more)
-    command = vllm_command(settings, {**bound, "checkpoint": checkpoint}, model)
+    engine = EngineOptions(port=free_port())
+    command = server_command(StoreOptions(store=store), engine, {**bound, "checkpoint": checkpoint}, model, more)
     own = {**os.environ, **QUIET, "VLLM_CPU_OMP_THREADS_BIND": "nobind", **environment}
     with (
         log.open("wb") as out,
         subprocess.Popen(command, stdout=out, stderr=out, env=own, start_new_session=True) as server,
     ):
         try:
-            yield Server(f"vllm://127.0.0.1:{settings.port}", server)
+            yield Server(f"vllm://127.0.0.1:{engine.port}", server)
         finally:
             server.terminate()
             with suppress(subprocess.TimeoutExpired):

@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 
 import ragcache as rc
 from ragcache.cli.commands import build_app
+from ragcache.cli.flags import StoreOptions
 from ragcache.errors import StoreNotFoundError
 from ragcache_vllm import vllm_command as vllm_command_module
-from ragcache_vllm.command import EngineSettings, vllm_command
 from ragcache_vllm.request_layout import served_name
+from ragcache_vllm.vllm_command import EngineOptions, server_command
 
 
 def options_of(command: list[str]) -> dict[str, str]:
@@ -49,7 +50,7 @@ def test_the_command_names_the_stores_model_and_the_connector(open_kb, model_dir
 
 def test_a_users_own_arguments_come_last(tmp_path):
     bound = {"fingerprint": "f", "model_name": "m"}
-    command = vllm_command(EngineSettings(tmp_path, more=("--max-model-len", "4096")), bound, "m")
+    command = server_command(StoreOptions(store=tmp_path), EngineOptions(), bound, "m", ("--max-model-len", "4096"))
     assert command[-2:] == ["--max-model-len", "4096"]
 
 
@@ -106,7 +107,7 @@ def test_a_folder_that_may_not_be_written_is_refused_where_copies_are_kept(open_
 
 def test_a_store_without_blocks_names_the_way_out(tmp_path):
     with pytest.raises(StoreNotFoundError, match="ingest documents first"):
-        vllm_command(EngineSettings(tmp_path), {}, "m")
+        server_command(StoreOptions(store=tmp_path), EngineOptions(), {}, "m")
 
 
 def test_a_store_that_is_not_there_is_one_line(tmp_path):

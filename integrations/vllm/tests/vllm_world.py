@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ragcache.kv.block_key import Recipe
+from ragcache.kv.block_key import Recipe, block_key
 from ragcache.store.directory import StoreLayout
 from ragcache.store.kv_store import KVStore
 
@@ -54,10 +54,10 @@ class World:
             for ids, block in zip(
                 (self.prefix, *self.chunks), self.lm.encode([self.prefix, *self.chunks]), strict=True
             ):
-                kv.put(self.lm.block_key(ids, Recipe()), block)
+                kv.put(block_key(self.lm.fingerprint, Recipe(), (), ids), block)
 
     def block_file(self, chunk: int) -> Path:
-        return next(self.layout.kv.rglob(self.lm.block_key(self.chunks[chunk], Recipe()) + "*"))
+        return next(self.layout.kv.rglob(block_key(self.lm.fingerprint, Recipe(), (), self.chunks[chunk]) + "*"))
 
     def case(
         self, order: Sequence[int] = (0, 1, 2, 3), *, links: bool = False, first: int = 0, suffix: Sequence[int] = ()

@@ -88,7 +88,7 @@ class PrefixMatch:
 
     @property
     def states(self) -> Sequence[State]:
-        return next((end.states for at, end in self._ends if at == self.num_tokens), ())
+        return next((end.content for at, end in self._ends if at == self.num_tokens), ())
 
     def copy_layer(self, layer: int, keys: Tensor, values: Tensor, first: int = 0) -> None:
         """Copy a layer's rotated keys, and values, of the tokens from `first` on into `keys` and `values`.
@@ -98,8 +98,8 @@ class PrefixMatch:
         end = 0
         for page, start, stop in cut(self._slices, first, min(first + keys.shape[1], self.num_tokens)):
             here, end = slice(end, end + stop - start), end + stop - start
-            keys[:, here].copy_(page.held.layer_keys(layer)[:, start:stop])
-            values[:, here].copy_(page.held.layer_values(layer)[:, start:stop])
+            keys[:, here].copy_(page.content.layer_keys(layer)[:, start:stop])
+            values[:, here].copy_(page.content.layer_values(layer)[:, start:stop])
 
     def block(self, start: int, stop: int) -> KVBlock:
         """Return the rotated keys, and values, of tokens [start, stop) in all layers, copied to host memory."""
@@ -205,7 +205,7 @@ class PrefixCache:
         with self._lock:
             known = self._lease(namespace, wanted)
             start, missing = known.num_tokens, len(wanted) - known.num_tokens
-            end = End(tuple(states)) if states and missing else None
+            end = End(tuple(states), sum(one.num_bytes for one in states)) if states and missing else None
             sizes = self._reserve(missing, end)
             if self.shape.states and not sizes:
                 known.release()
@@ -431,12 +431,12 @@ class PrefixCache:
         """Return new pages of these sizes with the sequence's KV from `start` on."""
         pages = []
         for size in sizes:
-            page = Page(empty_block(self.shape, size))
+            block = empty_block(self.shape, size)
             for layer in range(self.shape.num_layers):
                 keys, values = read(layer, start, start + size)
-                page.held.layer_keys(layer).copy_(keys)
-                page.held.layer_values(layer).copy_(values)
-            pages.append(page)
+                block.layer_keys(layer).copy_(keys)
+                block.layer_values(layer).copy_(values)
+            pages.append(Page(block, block.num_bytes))
             start += size
         return pages
 
@@ -450,7 +450,7 @@ class PrefixCache:
         end: End | None,
     ) -> int:
         """Attach the pages, which hold the KV from `start` on, to the current tree. Return how many tokens are held."""
-        slices = [Slice(page, 0, page.held.num_tokens) for page in pages]
+        slices = [Slice(page, 0, page.content.num_tokens) for page in pages]
         for page in pages:  # held here, so that unused pages are freed below
             page.uses += 1
         if end is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from ragcache.kv.block import KVBlock
 from ragcache.kv.state import State
 
 Elements = NDArray[np.int64]
+T = TypeVar("T")
 
 
 class Owned(NamedTuple):
@@ -25,30 +26,18 @@ class Owned(NamedTuple):
 
 
 @dataclass(eq=False)
-class Page:
-    """Rotated keys and values of some tokens in all layers. Never written to once it is in the tree.
+class Held(Generic[T]):
+    """Content that nodes and leases share. uses: number of nodes and leases that hold it; at 0 its bytes are free"""
 
-    uses: number of its slices that nodes and leases hold; at 0 its bytes are free
-    """
-
-    held: KVBlock
+    content: T
+    num_bytes: int
     uses: int = 0
 
-    @property
-    def num_bytes(self) -> int:
-        return self.held.num_bytes
 
-
-@dataclass(eq=False)
-class End:
-    """States of recurrent layers after the last element of a node. uses: number of nodes and leases that hold them"""
-
-    states: tuple[State, ...]
-    uses: int = 0
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(state.num_bytes for state in self.states)
+Page = Held[KVBlock]
+"""Rotated keys and values of some tokens in all layers, held by slices. Never written to once it is in the tree."""
+End = Held[tuple[State, ...]]
+"""States of recurrent layers after the last element of a node."""
 
 
 class Slice(NamedTuple):

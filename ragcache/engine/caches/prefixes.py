@@ -38,7 +38,7 @@ class Path:
     """A prompt as the prefix tree knows it.
 
     parts: the whole prompt; layout: the same, laid out
-    hits:  its passages, in their order, the last `asked` of which belong to this question
+    hits:  its passages, in their order
     seen:  the documents when the question began
     salt:  a digest of the question's filter if the filter decides which KV its passages have, so that questions under
            another filter do not continue from this KV; otherwise ""
@@ -47,7 +47,6 @@ class Path:
     parts: Sequence[Part]
     layout: Layout
     hits: Sequence[Hit]
-    asked: int
     seen: Seen
     salt: str = ""
 

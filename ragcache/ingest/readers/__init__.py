@@ -32,7 +32,7 @@ OWN = {
     **dict.fromkeys((".txt", ".text", ".rst"), f"{_HERE}.plain:read_text"),
     **dict.fromkeys((".md", ".markdown"), f"{_HERE}.markdown:read_markdown"),
     **dict.fromkeys((".jsonl", ".ndjson"), f"{_HERE}.jsonl:read_jsonl"),
-    **dict.fromkeys(CODE.split(), f"{_HERE}.source_code:read_code"),
+    **dict.fromkeys(CODE.split(), f"{_HERE}.plain:read_code"),
 }
 
 
@@ -45,6 +45,12 @@ def readers() -> dict[str, str]:
     Readers are imported at first use: the parsers take most of a second, and listing files needs none of them.
     """
     return {**{f".{name}": target for name, target in plugins.targets(plugins.READERS).items()}, **OWN}
+
+
+def kind_problem(suffix: str) -> str | None:
+    """Return why files with this suffix cannot be read, or None if they can."""
+    known = readers()
+    return None if suffix.lower() in known else f"files of kind {suffix!r} cannot be read; known are {' '.join(known)}"
 
 
 class SourceFile(NamedTuple):
@@ -110,9 +116,8 @@ def _find(path: Path, found: FileList) -> None:
                 found.skipped.append(file)
     elif not path.exists():
         found.failed.append(ReaderError(path, "there is no file or folder of this name"))
-    elif path.suffix.lower() not in readers():
-        known = " ".join(readers())
-        found.failed.append(ReaderError(path, f"files of kind {path.suffix!r} cannot be read; known are {known}"))
+    elif problem := kind_problem(path.suffix):
+        found.failed.append(ReaderError(path, problem))
     else:
         found.files.append(_source_file(path))
 

@@ -1,4 +1,4 @@
-"""Plain text: the decoding and the checks that all readers share, and the reader of text files."""
+"""Plain text: the decoding and the checks that all readers share, and the readers of text files and source code."""
 
 from __future__ import annotations
 
@@ -136,3 +136,10 @@ def fenced(code: str, language: str = "") -> str:
 
 def read_text(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
     yield Document(document_id, decode(read_bytes(path), path), source=document_id)
+
+
+def read_code(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
+    """Read source code: the text becomes a code block, and the file's name its title."""
+    # Fenced, since otherwise a comment that begins with # would be a heading.
+    text = fenced(decode(read_bytes(path), path).strip("\n"), path.suffix[1:].lower())
+    yield Document(document_id, text + "\n", title=document_id.rpartition("/")[2], source=document_id)

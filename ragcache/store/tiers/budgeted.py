@@ -7,19 +7,15 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from ragcache.errors import check_least
 from ragcache.kv.block import KVBlock
-from ragcache.lazy_torch import torch
+from ragcache.lazy_torch import Tensor, torch
 from ragcache.store.eviction import Entry, EvictionPolicy
 from ragcache.store.last_use import leased
 from ragcache.store.ledger import ByteLedger, never
 from ragcache.store.tiers.tier import Room, Tier, TierUsage
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 # Called with a victim's key and block while its bytes still count.
 Demote = Callable[[str, KVBlock], None]

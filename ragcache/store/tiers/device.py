@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ragcache.kv.block import KVBlock
-from ragcache.lazy_torch import torch
+from ragcache.lazy_torch import Tensor, torch
 from ragcache.store.eviction import EvictionPolicy
 from ragcache.store.tiers.budgeted import BudgetedTier
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 log = logging.getLogger(__name__)
 RETRY_AFTER = 64

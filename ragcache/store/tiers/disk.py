@@ -9,25 +9,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 from ragcache.codecs import Codec
 from ragcache.codecs.block_file import check_finite, read_block, write_block
 from ragcache.errors import MissingBlockError, translate_os_errors
 from ragcache.files import PAGE, flush_directory, is_cached, is_leftover, read_at
 from ragcache.kv.block import KVBlock
-from ragcache.lazy_torch import torch
+from ragcache.lazy_torch import Tensor, torch
 from ragcache.seal import UNSEALED, Seal
-from ragcache.store.eviction import Entry, EvictionPolicy
+from ragcache.store.eviction import LRU, Entry, EvictionPolicy
 from ragcache.store.last_use import leased
 from ragcache.store.ledger import never
-from ragcache.store.lru import LRU
 from ragcache.store.tiers.block_names import BlockFiles
 from ragcache.store.tiers.disk_budget import BOOKS, DiskBudget, NoRoomError, Reservation
 from ragcache.store.tiers.tier import DurableTier, Room, TierUsage
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 log = logging.getLogger(__name__)
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from ragcache.errors import DamagedBlockError, MissingBlockError, StoreError
 from ragcache.kv.block import KVBlock
+from ragcache.lazy_torch import torch
 from ragcache.store.tiers.tier import DurableTier, Room, TierUsage
 from ragcache.store.warn_once import WarnOnce
-
-if TYPE_CHECKING:
-    import torch
 
 log = logging.getLogger(__name__)
 

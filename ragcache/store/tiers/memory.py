@@ -5,16 +5,12 @@ from __future__ import annotations
 import logging
 import resource
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from ragcache.errors import first_line
 from ragcache.kv.block import KVBlock
-from ragcache.lazy_torch import torch
+from ragcache.lazy_torch import Tensor, torch
 from ragcache.store.tiers.budgeted import BudgetedRoom, BudgetedTier
 from ragcache.store.tiers.tier import DurableTier
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class MemoryTier(BudgetedTier):

@@ -67,15 +67,14 @@ class TierStack:
                 damaged(key, tier, error)
                 continue
             if block is not None:
-                return Loaded(self._promote(key, block, min(level, last)), tier.name)
+                return Loaded(self.promote(key, block, min(level, last)), tier.name)
         return None
 
-    def promote(self, key: str, block: KVBlock) -> KVBlock:
-        """Put a block, as the durable tier would return it, into every tier in memory. Return the fastest copy that was
-        kept."""
-        return self._promote(key, block, len(self.volatile))
+    def promote(self, key: str, block: KVBlock, level: int | None = None) -> KVBlock:
+        """Put a block, as the durable tier would return it, into the `level` fastest tiers in memory, None: all.
 
-    def _promote(self, key: str, block: KVBlock, level: int) -> KVBlock:
+        Returns the fastest copy that was kept.
+        """
         for tier in reversed(self.volatile[:level]):
             block = tier.put(key, block) or block
         return block

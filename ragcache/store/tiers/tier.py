@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ragcache.codecs import Codec
 from ragcache.codecs.block_file import codec_of, encode_block
 from ragcache.kv.block import KVBlock
-from ragcache.lazy_torch import torch
+from ragcache.lazy_torch import Tensor, torch
 from ragcache.store.tiers.block_names import check_key
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Room(ABC):
