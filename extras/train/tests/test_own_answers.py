@@ -13,8 +13,8 @@ import ragcache as rc
 from ragcache.errors import ConfigError, DatabaseMismatchError
 from ragcache.prompt import encode_text, prompt_format
 from ragcache_train.own_answers import FILE, QUESTIONS, OwnAnswers
-from ragcache_train.row_encoder import EncodingOptions, passage_text
-from ragcache_train.train_options import TrainOptions
+from ragcache_train.row_encoder import passage_text
+from ragcache_train.train_options import EncodingOptions, TrainOptions
 from ragcache_train.train_rows import Asked, BadLine, DataRow, parse_line, read_rows, store_rows
 from ragcache_train.trainer import train
 
