@@ -329,17 +329,11 @@ class Pair(NamedTuple):
     teacher: Sample
 
 
-class DrawnPairs:
+class DrawnPairs(DrawnRows):
     """The same data set for training by a teacher: from a Draw to its Pair."""
 
-    def __init__(self, rows: Sequence[EncodedRow], spec: TrainedTokens, shuffle: bool, most: int | None = None) -> None:
-        self._rows = DrawnRows(rows, spec, shuffle, most)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, draw: Draw) -> Pair:
-        return Pair(self._rows[draw], self._rows[draw._replace(apart=False)])
+    def __getitem__(self, draw: Draw) -> Any:
+        return Pair(super().__getitem__(draw), super().__getitem__(draw._replace(apart=False)))
 
 
 def collate(samples: Sequence[Sample], multiple: int = 1) -> dict[str, Any]:
