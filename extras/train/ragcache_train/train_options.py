@@ -68,7 +68,7 @@ class BatchOptions:
             raise ConfigError(f"mixture is {self.mixture}; shares must be at least 0 and one of them more")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """Options of a training run. Each field's help text describes it; further details:
 
