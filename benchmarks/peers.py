@@ -118,7 +118,7 @@ def ask_together(table: Table, settings: Settings, streams: Streams) -> None:
 
 
 def run_dtype(settings: Settings, dtype: str, more: Sequence[str], workdir: Path, streams: Streams) -> Run:
-    table = Table(Run(dtype), settings, streams)
+    table = Table(Run(dtype), streams, settings.answer, settings.slow_rounds)
     with ExitStack() as stack:
         for name in settings.peers:
             directory = workdir / f"{dtype}-{name}"
