@@ -96,7 +96,7 @@ class TrainOptions:
     lora_rank:       the result is an adapter with the matrices
     lora_on:         "passages": those read apart, so that the model which reads questions, and all as a single text,
                      stays the model to start from; None: "passages" with "distill", unless merge is given
-    dtype:           see `load_lm` for `device`
+    device:          see `load_lm`
     precision:       bfloat16: mixed precision; weights beside an adapter are bfloat16 themselves
     """
 
@@ -108,7 +108,8 @@ class TrainOptions:
         option("--reuse", "KVLink (Block-Attention with --link-tokens 0) or TurboRAG."),
     ] = "link"
     recipe: Annotated[
-        Literal["isolated", "prefix", "primer"], option("--recipe", "What passages are read apart behind.")
+        Literal["isolated", "prefix", "primer"],
+        option("--recipe", "What passages are read after: nothing, the prefix or a primer."),
     ] = "isolated"
     link_tokens: Annotated[int, option("--link-tokens", "K: link tokens after each passage.")] = 5
     link_slots: Annotated[int, option("--link-slots", "Passages that have link tokens of their own.")] = 16
@@ -117,7 +118,7 @@ class TrainOptions:
     )
     objective: Annotated[
         Literal["labels", "distill"],
-        option("--objective", "Learn the answers, or a frozen teacher's full attention on all behind the passages."),
+        option("--objective", "Learn the answers, or a frozen teacher's full attention over all after the passages."),
     ] = "labels"
     teacher: Annotated[
         str | None, option("--teacher", "Of distill: model to learn from; the one to start from if not given.")
