@@ -91,18 +91,14 @@ def started(service: Service) -> str:
     return datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z")
 
 
-def weights(service: Service) -> list[Any]:
-    """Return the weights of the model; another engine's are not known."""
-    lm = service.kb.lm
-    return list(lm.model.parameters()) if isinstance(lm, LanguageModel) else []
-
-
 def weight_bytes(service: Service) -> int:
-    return sum(one.nbytes for one in weights(service))
+    lm = service.kb.lm
+    return sum(one.nbytes for one in lm.model.parameters()) if isinstance(lm, LanguageModel) else 0
 
 
 def parameters(service: Service) -> int:
-    return sum(one.numel() for one in weights(service))
+    lm = service.kb.lm
+    return sum(one.numel() for one in lm.model.parameters()) if isinstance(lm, LanguageModel) else 0
 
 
 def details(service: Service, *, embeds: bool) -> Details:
