@@ -68,7 +68,7 @@ def add_lora(
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=rank,
-        lora_alpha=2 * rank if alpha is None else alpha,
+        lora_alpha=2 * rank if alpha is None else alpha,  # type: ignore[arg-type]  # peft takes any number
         target_modules="all-linear",
         trainable_token_indices={embedding: added} if added else None,
     )
