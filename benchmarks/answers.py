@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from hashlib import sha256
@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 
 import ragcache as rc
-from benchmarks import answers_report
 from benchmarks.answers_report import figures_of
+from benchmarks.answers_report import markdown as markdown
 from benchmarks.journal import Runs
 from benchmarks.report import Result
 from benchmarks.runner import Run
@@ -235,8 +235,3 @@ def measure(settings: Settings, run: Run) -> Result:
     left_out = [spec.label for spec in asked if spec not in specs]
     regime = {"model": Path(lm.name).name, **stated, "questions": settings.questions, "left_out": left_out}
     return run.result(figures={**figures_of(scores), "runs": runs.all()}, settings=regime)
-
-
-def markdown(found: Mapping[str, Any]) -> list[str]:
-    """Return the page of a result's file."""
-    return answers_report.markdown(found)

@@ -84,9 +84,9 @@ def measure(settings: Settings, run: Run) -> Iterator[Result]:
     with ExitStack() as stack:
         peers = []
         for spec in (OURS, *THEIRS):
-            (directory := run.workdir / spec.name.replace(", ", "-")).mkdir()
-            own = {**config, "directory": str(directory), "flash": spec is THEIRS[1]}
-            peers.append(stack.enter_context(PeerProcess(spec, ROOT, own, directory / "log.txt")))
+            own = {**config, "flash": spec is THEIRS[1]}
+            directory = run.workdir / spec.name.replace(", ", "-")
+            peers.append(stack.enter_context(PeerProcess(spec, ROOT, own, directory)))
         ours, *theirs = peers
         ours.read(pool)
         for peer, variant in ((ours, "memory"), (ours, "disk"), *((one, "") for one in theirs)):

@@ -118,22 +118,19 @@ def ask_together(table: Table, settings: Settings, streams: Streams) -> None:
 
 
 def run_dtype(settings: Settings, dtype: str, more: Sequence[str], workdir: Path, streams: Streams) -> Run:
-    table = Table(Run(dtype), settings, streams)
+    table = Table(Run(dtype), streams, settings.answer, settings.slow_rounds)
+    config = {
+        "model": str(workdir / "model"),
+        "dtype": dtype,
+        "threads": settings.threads,
+        "kv_bytes": settings.kv_mib << 20,
+        "max_tokens": longest(settings),
+        "askers": settings.askers,
+    }
     with ExitStack() as stack:
         for name in settings.peers:
-            directory = workdir / f"{dtype}-{name}"
-            directory.mkdir()
-            config = {
-                "model": str(workdir / "model"),
-                "dtype": dtype,
-                "threads": settings.threads,
-                "kv_bytes": settings.kv_mib << 20,
-                "max_tokens": longest(settings),
-                "askers": settings.askers,
-                "directory": str(directory),
-            }
-            start = partial(PeerProcess, PEERS[name], settings.environments.resolve(), config, directory / "log.txt")
-            table.start(name, start, stack)
+            own = settings.environments.resolve(), config, workdir / f"{dtype}-{name}"
+            table.start(name, partial(PeerProcess, PEERS[name], *own), stack)
         ask_everything(table, settings, streams, more)
     return table.run
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks.peer_workers.channel import Answer
 from benchmarks.peers_processes import PEERS, ROOT, PeerError, PeerProcess
@@ -48,26 +48,17 @@ class Run:
         return found["first"] >= (found["prompts"] if self.dtype == "float32" else 1)
 
 
-class Asked(Protocol):
-    """The settings that a `Table` uses."""
-
-    @property
-    def suffix(self) -> int: ...
-    @property
-    def answer(self) -> int: ...
-    @property
-    def pool(self) -> int: ...
-    @property
-    def slow_rounds(self) -> int: ...
-
-
 class Table:
-    """The running peers of a dtype, and their answers."""
+    """The running peers of a dtype, and their answers.
 
-    def __init__(self, run: Run, sizes: Asked, streams: Streams) -> None:
+    answer: tokens of each answer; slow_rounds: rounds of each stream for slow peers
+    """
+
+    def __init__(self, run: Run, streams: Streams, answer: int, slow_rounds: int) -> None:
         self.run = run
-        self._asked = sizes
         self._streams = streams
+        self._answer = answer
+        self._slow_rounds = slow_rounds
         self._peers: dict[str, PeerProcess] = {}
         self._checked: dict[str, list[list[int]]] = {}
 
@@ -82,12 +73,12 @@ class Table:
 
     def rows(self, number: int = 0, *, leave_out: Sequence[str] = ()) -> list[tuple[str, str, str]]:
         """Return (row, peer, variant) of the peers that run and take part in the round of this number."""
-        due = [name for name in self._peers if number < self._asked.slow_rounds or not PEERS[name].slow]
+        due = [name for name in self._peers if number < self._slow_rounds or not PEERS[name].slow]
         every = [(row, name, variant) for name in due for variant, row in PEERS[name].labels().items()]
         return [one for one in every if one[0] not in leave_out]
 
     def read_pool(self) -> None:
-        pool = [self._streams.passage(number) for number in range(self._asked.pool)]
+        pool = [self._streams.passage(number) for number in range(self._streams.sizes.pool)]
         for name, peer in list(self._peers.items()):
             try:
                 self.run.read_s[name] = peer.read(pool)
@@ -96,7 +87,7 @@ class Table:
 
     def warm_up(self) -> None:
         """Run every row once over a passage outside the streams, then the check prompts."""
-        outside = Question((OUTSIDE,), tuple(self._streams.passage(OUTSIDE + 1)[: self._asked.suffix]))
+        outside = Question((OUTSIDE,), tuple(self._streams.passage(OUTSIDE + 1)[: self._streams.sizes.suffix]))
         checks = [Question((OUTSIDE + n,), outside.suffix) for n in range(2, 5)]
         for row, name, variant in self.rows():
             self._ask(row, name, variant, [outside], 2)
@@ -107,24 +98,26 @@ class Table:
             self.run.same = {row: _same(ours, theirs) for row, ours in self._checked.items() if row != REFERENCE}
 
     def ask(self, cell: str, number: int, question: Question, *, leave_out: Sequence[str] = ()) -> None:
-        rows = self.rows(number, leave_out=leave_out)
-        first = number % max(1, len(rows))
-        for row, name, variant in [*rows[first:], *rows[:first]]:
-            answers = self._ask(row, name, variant, [question], self._asked.answer)
-            if answers:
-                self.run.answers.setdefault(cell, {}).setdefault(row, {})[number] = answers[0]
+        for row, answers in self._in_turn(number, [question], leave_out):
+            self.run.answers.setdefault(cell, {}).setdefault(row, {})[number] = answers[0]
         _say(f"{self.run.dtype}: {cell} {number + 1}")
 
     def ask_together(
         self, cell: str, number: int, questions: Sequence[Question], *, leave_out: Sequence[str] = ()
     ) -> None:
+        for row, answers in self._in_turn(number, questions, leave_out):
+            self.run.together.setdefault(cell, {}).setdefault(row, {})[number] = answers
+        _say(f"{self.run.dtype}: {cell}, askers {number + 1}")
+
+    def _in_turn(
+        self, number: int, questions: Sequence[Question], leave_out: Sequence[str]
+    ) -> Iterator[tuple[str, list[Answer]]]:
+        """Yield each row with its answers, beginning with another row in each round; rows that failed are left out."""
         rows = self.rows(number, leave_out=leave_out)
         first = number % max(1, len(rows))
         for row, name, variant in [*rows[first:], *rows[:first]]:
-            answers = self._ask(row, name, variant, questions, self._asked.answer)
-            if answers:
-                self.run.together.setdefault(cell, {}).setdefault(row, {})[number] = answers
-        _say(f"{self.run.dtype}: {cell}, askers {number + 1}")
+            if answers := self._ask(row, name, variant, questions, self._answer):
+                yield row, answers
 
     def _check(self, row: str, name: str, variant: str, questions: Sequence[Question]) -> None:
         answers = [self._ask(row, name, variant, [question], CHECK_TOKENS) for question in questions]

@@ -77,19 +77,21 @@ def python_of(spec: PeerSpec, environments: Path) -> Path:
 
 
 class PeerProcess:
-    """A peer's process, which answers requests in turn. Its stderr goes to `log`. Methods raise PeerError if it fails.
+    """A peer's process, which answers requests in turn. Its files, and its stderr as log.txt, go to `directory`.
+    Methods raise PeerError if it fails.
 
     Between requests the peer is stopped (SIGSTOP), with the processes that it started: a peer that waits by spinning
     would take time from the next peer. It has a separate process group in this session, so that the kernel ends it,
     stopped or not, if this process is killed.
     """
 
-    def __init__(self, spec: PeerSpec, environments: Path, config: dict[str, Any], log: Path) -> None:
+    def __init__(self, spec: PeerSpec, environments: Path, config: dict[str, Any], directory: Path) -> None:
         self.spec = spec
-        self._log = log
+        directory.mkdir(exist_ok=True)
+        self._log = directory / "log.txt"
         python = python_of(spec, environments)
         command = [str(python), "-m", f"benchmarks.peer_workers.{spec.module}"]
-        with log.open("wb") as stderr:
+        with self._log.open("wb") as stderr:
             self._process = subprocess.Popen(
                 command,
                 cwd=ROOT,
@@ -100,7 +102,7 @@ class PeerProcess:
                 process_group=0,
             )
         self._buffer = b""
-        self.about = self._request(config, START_TIMEOUT_S)
+        self.about = self._request({**config, "directory": str(directory)}, START_TIMEOUT_S)
 
     def read(self, passages: Sequence[Sequence[int]]) -> float:
         """Return the seconds that the peer took to prepare passages."""

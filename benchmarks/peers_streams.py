@@ -43,10 +43,10 @@ class Streams:
     """Streams of questions. Every draw depends on the seed and its own name, never on earlier draws."""
 
     def __init__(self, sizes: Sizes) -> None:
-        self._sizes = sizes
+        self.sizes = sizes
 
     def passage(self, number: int) -> list[int]:
-        return self._ids("passage", number, self._sizes.tokens)
+        return self._ids("passage", number, self.sizes.tokens)
 
     def prompt(self, question: Question) -> dict[str, list[int] | list[list[int]]]:
         """Return the prompt in a worker's form."""
@@ -54,8 +54,8 @@ class Streams:
 
     def new(self, number: int) -> Question:
         """Return a question over its own passages, outside the pool."""
-        first = self._sizes.pool + number * self._sizes.passages
-        return Question(tuple(range(first, first + self._sizes.passages)), self._suffix("new", number))
+        first = self.sizes.pool + number * self.sizes.passages
+        return Question(tuple(range(first, first + self.sizes.passages)), self._suffix("new", number))
 
     def again(self, number: int, asker: int = 0) -> Question:
         """Return another question over the passages of `new`."""
@@ -66,7 +66,7 @@ class Streams:
 
     def zipf(self, count: int) -> list[Question]:
         """Return questions that draw the n-th passage of the pool in proportion to n ** -zipf."""
-        weights = np.arange(1, self._sizes.pool + 1, dtype=np.float64) ** -self._sizes.zipf
+        weights = np.arange(1, self.sizes.pool + 1, dtype=np.float64) ** -self.sizes.zipf
         return [self._drawn("zipf", number, weights / weights.sum()) for number in range(count)]
 
     def conversations(self, count: int, turns: int) -> list[list[Question]]:
@@ -82,16 +82,16 @@ class Streams:
         return Question(start.passages, tuple(said))
 
     def _drawn(self, label: str, number: int, weights: np.ndarray | None) -> Question:
-        sizes = self._sizes
+        sizes = self.sizes
         chosen = self._generator(label, number).choice(sizes.pool, sizes.passages, replace=False, p=weights)
         return Question(tuple(int(one) for one in chosen), self._suffix(label, number))
 
     def _suffix(self, label: str, number: int) -> tuple[int, ...]:
-        return tuple(self._ids(f"question, {label}", number, self._sizes.suffix))
+        return tuple(self._ids(f"question, {label}", number, self.sizes.suffix))
 
     def _ids(self, label: str, number: int, count: int) -> list[int]:
-        drawn: list[int] = self._generator(label, number).integers(self._sizes.vocab_size, size=count).tolist()
+        drawn: list[int] = self._generator(label, number).integers(self.sizes.vocab_size, size=count).tolist()
         return drawn
 
     def _generator(self, label: str, number: int) -> np.random.Generator:
-        return np.random.default_rng([self._sizes.seed, number, *label.encode()])
+        return np.random.default_rng([self.sizes.seed, number, *label.encode()])

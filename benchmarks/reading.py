@@ -65,14 +65,14 @@ class Bench:
         self._loader = self._open_store()
         for ids, block in zip(self.prompt.chunk_ids, blocks, strict=True):
             self._loader.kv.put(self._encoder.key(ids), block)
-        self._on_device = blocks
-        self._in_hand = in_hand(blocks, self.lm.device)
+        self.on_device = blocks
+        self.in_hand = in_hand(blocks, self.lm.device)
         self._disk = self._open_store()
         self.cold_read_bytes: int | None = None
         # The floor's cache is made by the method that is compared with the floor.
-        self._context = fuse(self.lm, self.prompt, "reposition", self._in_hand, reserve_tokens=0).cache
+        self._context = fuse(self.lm, self.prompt, "reposition", self.in_hand, reserve_tokens=0).cache
         # The cache that an earlier question over the same passages left.
-        self._earlier = fuse(self.lm, self.prompt, "reposition", self._in_hand, reserve_tokens=0).share()
+        self._earlier = fuse(self.lm, self.prompt, "reposition", self.in_hand, reserve_tokens=0).share()
         self._plain_cache = DynamicCache()
         self._logits = self.floor_logits()
 
@@ -111,8 +111,8 @@ class Bench:
 
     def place(self) -> FusedCache:
         """Place every layer's blocks, rotated and copied into a cache, without running a model."""
-        ends = list(accumulate(block.num_tokens for block in self._in_hand))
-        pairs = zip(self._in_hand, [0, *ends], strict=False)
+        ends = list(accumulate(block.num_tokens for block in self.in_hand))
+        pairs = zip(self.in_hand, [0, *ends], strict=False)
         placer = Placer(self.lm, list(pairs))
         cache = self.lm.new_cache(self.prompt.num_tokens)
         with torch.inference_mode():
@@ -133,17 +133,8 @@ class Bench:
 
     # Whole prefills
 
-    def reposition_in_hand(self) -> int:
-        return self._reposition(self._in_hand)
-
-    def reposition_memory(self) -> int:
-        return self._reposition(self.load_memory())
-
-    def reposition_disk(self) -> int:
-        return self._reposition(self.load_disk())
-
-    def reposition_on_device(self) -> int:
-        return self._reposition(self._on_device)
+    def reposition(self, blocks: list[KVBlock]) -> int:
+        return first_token(fuse(self.lm, self.prompt, "reposition", blocks, reserve_tokens=0))
 
     def reposition_again(self) -> int:
         return first_token(self.over_earlier())
@@ -154,9 +145,6 @@ class Bench:
 
     def full(self) -> int:
         return first_token(fuse(self.lm, self.prompt, "full", reserve_tokens=0))
-
-    def _reposition(self, blocks: list[KVBlock]) -> int:
-        return first_token(fuse(self.lm, self.prompt, "reposition", blocks, reserve_tokens=0))
 
     # Plain transformers
 

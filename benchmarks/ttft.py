@@ -6,7 +6,7 @@ python -m benchmarks ttft --codecs int8 kvtc           # stored blocks of these 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import ClassVar
@@ -60,7 +60,9 @@ def measure(settings: Settings, run: Run) -> Result:
         phase = RetrievalPhase(embedder, settings.vectors, settings.passages, chunks)
         retrieval = stack.enter_context(closing(phase))
         checks = agreement(bench)
-        variants = [*retrieval.variants(), *_variants(bench, device), *_coded(coded)]
+        variants = [*retrieval.variants(), *_variants(bench, device)]
+        for name, other in coded.items():
+            variants += _coded(name, other)
         samples = alternate(variants, settings.rounds, settings.long_rounds, device, run.journal)
         figures = {
             "kv_bytes": bench.num_bytes,
@@ -72,11 +74,12 @@ def measure(settings: Settings, run: Run) -> Result:
     return run.result(summarise(samples), ratios, figures, _goals(settings, ratios))
 
 
-def _coded(benches: Mapping[str, Bench]) -> Iterator[Variant]:
-    """Yield the same question over blocks of other codecs."""
-    for name, bench in benches.items():
-        yield Variant(f"{name}: memory tier", bench.reposition_memory)
-        yield Variant(f"{name}: disk, cold page cache", bench.reposition_disk, bench.forget_all)
+def _coded(name: str, bench: Bench) -> list[Variant]:
+    """Return the same question over blocks of another codec."""
+    return [
+        Variant(f"{name}: memory tier", lambda: bench.reposition(bench.load_memory())),
+        Variant(f"{name}: disk, cold page cache", lambda: bench.reposition(bench.load_disk()), bench.forget_all),
+    ]
 
 
 def _variants(bench: Bench, device: torch.device) -> list[Variant]:
@@ -90,17 +93,17 @@ def _variants(bench: Bench, device: torch.device) -> list[Variant]:
         Variant("rotate and place", bench.place),
         Variant("first token", bench.choose_token),
         Variant("floor", bench.floor),
-        Variant(f"reposition: {in_hand}", bench.reposition_in_hand),
+        Variant(f"reposition: {in_hand}", lambda: bench.reposition(bench.in_hand)),
         Variant("reposition: context of an earlier question", bench.reposition_again),
-        Variant("reposition: memory tier", bench.reposition_memory),
-        Variant("reposition: disk, warm page cache", bench.reposition_disk, bench.forget_memory),
-        Variant("reposition: disk, cold page cache", bench.reposition_disk, bench.forget_all),
+        Variant("reposition: memory tier", lambda: bench.reposition(bench.load_memory())),
+        Variant("reposition: disk, warm page cache", lambda: bench.reposition(bench.load_disk()), bench.forget_memory),
+        Variant("reposition: disk, cold page cache", lambda: bench.reposition(bench.load_disk()), bench.forget_all),
         Variant("transformers: full caches", bench.plain_reuse, bench.fill_plain_cache),
         Variant("ragcache: full prefill", bench.full, long=True),
         Variant("transformers: full prefill", bench.plain_full, long=True),
     ]
     if on_gpu:
-        variants.append(Variant("reposition: device memory", bench.reposition_on_device))
+        variants.append(Variant("reposition: device memory", lambda: bench.reposition(bench.on_device)))
     return variants
 
 

@@ -221,22 +221,20 @@ def replay(settings: Settings, requests: Sequence[LoggedRequest], run: Run) -> d
     known = _ingested(due, settings) if settings.ingested else []
     rows: dict[str, Any] = {}
     missing: dict[str, str] = {}
+    config = {
+        "model": str(run.workdir / "model"),
+        "dtype": settings.dtype,
+        "threads": settings.threads,
+        "kv_bytes": settings.kv_mib << 20,
+        "max_tokens": -(-longest // 256) * 256,
+        "askers": 8,
+    }
     asked = {name: VARIANTS.get(name, PEERS[name].variants[:1]) for name in settings.peers}
     for name, variant in ((name, variant) for name, variants in asked.items() for variant in variants):
         row = PEERS[name].labels()[variant]
         directory = run.workdir / row.replace(" ", "-")
-        directory.mkdir()
-        config = {
-            "model": str(run.workdir / "model"),
-            "dtype": settings.dtype,
-            "threads": settings.threads,
-            "kv_bytes": settings.kv_mib << 20,
-            "max_tokens": -(-longest // 256) * 256,
-            "askers": 8,
-            "directory": str(directory),
-        }
         try:
-            with PeerProcess(PEERS[name], settings.environments.resolve(), config, directory / "log.txt") as peer:
+            with PeerProcess(PEERS[name], settings.environments.resolve(), config, directory) as peer:
                 peer.ask(variant, [{"passages": [[1] * 16], "suffix": [2]}], 2)
                 if known and variant != "full":
                     peer.read(known)

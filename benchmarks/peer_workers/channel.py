@@ -13,7 +13,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TextIO
 
 
@@ -64,6 +66,23 @@ class Worker(Protocol):
         ...
 
 
+def replay_by(
+    answer: Callable[[Prompt, int, float], Answer],
+    prompts: Sequence[Prompt],
+    tokens: Sequence[int],
+    at: Sequence[float],
+    threads: int,
+) -> list[Answer]:
+    """Call `answer` on prompt, tokens and time of arrival when each prompt arrives, with at most this many threads."""
+    began = time.perf_counter()
+    with ThreadPoolExecutor(threads) as askers:
+        answers = []
+        for prompt, count, due in zip(prompts, tokens, at, strict=True):
+            time.sleep(max(0.0, began + due - time.perf_counter()))
+            answers.append(askers.submit(answer, prompt, count, began + due))
+        return [answer.result() for answer in answers]
+
+
 def serve(make: Callable[[dict[str, Any]], Worker]) -> None:
     """Answer requests until stdin ends, and exit with status 1 after an error. Output of libraries goes to stderr."""
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as replies:
@@ -86,10 +105,8 @@ def _handle(worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
         worker.read(request["passages"])
         return {"seconds": time.perf_counter() - started}
     prompts = [Prompt(one["passages"], one["suffix"]) for one in request["prompts"]]
-    if request["do"] == "replay":
-        answers = worker.replay(request["variant"], prompts, request["tokens"], request["at"])
-        return {"answers": [vars(answer) for answer in answers]}
-    answers = worker.ask(request["variant"], prompts, request["tokens"])
+    do = partial(worker.replay, at=request["at"]) if request["do"] == "replay" else worker.ask
+    answers = do(request["variant"], prompts, request["tokens"])
     return {"answers": [vars(answer) for answer in answers]}
 
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import ragcache as rc
-from benchmarks.peer_workers.channel import Answer, Prompt, serve
+from benchmarks.peer_workers.channel import Answer, Prompt, replay_by, serve
 
 MOST_AT_ONCE = 64
 MOST_DOCUMENTS = 8
@@ -77,13 +77,7 @@ class RagCacheServerWorker:
     def replay(
         self, variant: str, prompts: Sequence[Prompt], tokens: Sequence[int], at: Sequence[float]
     ) -> list[Answer]:
-        began = time.perf_counter()
-        with ThreadPoolExecutor(MOST_AT_ONCE) as askers:
-            answers = []
-            for prompt, count, due in zip(prompts, tokens, at, strict=True):
-                time.sleep(max(0.0, began + due - time.perf_counter()))
-                answers.append(askers.submit(self._answer, variant, prompt, count, began + due))
-            return [answer.result() for answer in answers]
+        return replay_by(partial(self._answer, variant), prompts, tokens, at, MOST_AT_ONCE)
 
     def _answer(self, variant: str, prompt: Prompt, tokens: int, started: float) -> Answer:
         first_s, ids, found = 0.0, list[int](), 0

@@ -7,9 +7,7 @@ process.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -62,21 +60,7 @@ class RagCacheVLLMWorker(VLLMWorker):
     def ask(self, variant: str, prompts: Sequence[Prompt], tokens: int) -> list[Answer]:
         if variant != "reposition":
             raise ValueError(f"{variant!r} is unknown; choose reposition")
-        started = time.perf_counter()
-        new = {tuple(one) for prompt in prompts for one in prompt.passages if self._encoder.key(one) not in self._store}
-        if new:
-            self._keep(list(new))
-        spent = time.perf_counter() - started
-        answers = super().ask(variant, prompts, tokens)
-        return [
-            replace(
-                answer,
-                first_s=spent + answer.first_s,
-                total_s=spent + answer.total_s,
-                reused=answer.reused - sum(len(one) for one in prompt.passages if tuple(one) in new),
-            )
-            for prompt, answer in zip(prompts, answers, strict=True)
-        ]
+        return super().ask(variant, prompts, tokens)
 
     def prepare(self, prompt: Prompt) -> int:
         new = {tuple(one) for one in prompt.passages if self._encoder.key(one) not in self._store}

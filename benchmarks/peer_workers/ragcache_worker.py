@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 import transformers
 
 import ragcache as rc
-from benchmarks.peer_workers.channel import Answer, Prompt, serve
+from benchmarks.peer_workers.channel import Answer, Prompt, replay_by, serve
 from ragcache.engine.admission import Admission, Size, default_budget, kv_bytes
 from ragcache.engine.caches.prefix_cache import PrefixCache
 from ragcache.engine.caches.shared_prefixes import MemoryNeed, SharedPrefixes
@@ -82,13 +83,7 @@ class RagCacheWorker:
     def replay(
         self, variant: str, prompts: Sequence[Prompt], tokens: Sequence[int], at: Sequence[float]
     ) -> list[Answer]:
-        began = time.perf_counter()
-        with ThreadPoolExecutor(MOST_AT_ONCE) as askers:
-            answers = []
-            for prompt, count, due in zip(prompts, tokens, at, strict=True):
-                time.sleep(max(0.0, began + due - time.perf_counter()))
-                answers.append(askers.submit(self._answer, variant, prompt, count, began + due))
-            return [answer.result() for answer in answers]
+        return replay_by(partial(self._answer, variant), prompts, tokens, at, MOST_AT_ONCE)
 
     @team_ends()
     def _answer(self, variant: str, prompt: Prompt, tokens: int, started: float) -> Answer:

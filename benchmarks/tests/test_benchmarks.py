@@ -66,9 +66,9 @@ def test_ttft_refuses_to_time_wrong_answers(tmp_path: Path) -> None:
 def test_floor_and_reposition_leave_the_context_as_it_was(tmp_path: Path) -> None:
     with Bench(build("toy"), 3, 20, 5, tmp_path, seed=1) as bench:
         before = bench.floor_logits()
-        tokens = {bench.floor(), bench.reposition_memory(), bench.reposition_in_hand(), bench.reposition_on_device()}
+        tokens = {bench.floor(), *map(bench.reposition, (bench.load_memory(), bench.in_hand, bench.on_device))}
         bench.forget_all()
-        tokens.add(bench.reposition_disk())
+        tokens.add(bench.reposition(bench.load_disk()))
         assert torch.equal(bench.floor_logits(), before)
         assert tokens == {int(before.argmax())}
         assert bench.cold_read_bytes is None or bench.cold_read_bytes >= 0

@@ -24,7 +24,7 @@ TINY = [
 ]  # fmt: skip
 
 
-def configuration(tmp_path: Path, model: Path, dtype: str = "float32") -> dict[str, object]:
+def configuration(model: Path, dtype: str = "float32") -> dict[str, object]:
     return {
         "model": str(model),
         "dtype": dtype,
@@ -32,7 +32,6 @@ def configuration(tmp_path: Path, model: Path, dtype: str = "float32") -> dict[s
         "kv_bytes": 1 << 30,
         "max_tokens": 1024,
         "askers": 2,
-        "directory": str(tmp_path),
     }
 
 
@@ -100,9 +99,7 @@ def test_answers_are_those_of_plain_transformers(tmp_path: Path):
             ids = torch.cat([ids, model(input_ids=ids).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
         expected.append(ids[0, -4:].tolist())
     for name, variant in (("ragcache", "full"), ("transformers", "")):
-        own = tmp_path / name
-        own.mkdir()
-        with PeerProcess(PEERS[name], tmp_path, configuration(own, tmp_path / "model"), own / "log.txt") as peer:
+        with PeerProcess(PEERS[name], tmp_path, configuration(tmp_path / "model"), tmp_path / name) as peer:
             first, second = peer.ask(variant, prompts[:1], 4)[0], peer.ask(variant, prompts[1:], 4)[0]
             assert [first.ids, second.ids] == expected
             assert [first.reused, second.reused] == ([0, 80] if name == "ragcache" else [0, 0])
@@ -165,10 +162,10 @@ def test_a_run_reports_who_was_there_and_who_was_not(tmp_path: Path):
 
 def test_a_peer_that_fails_says_why(tmp_path: Path):
     with pytest.raises(PeerError, match="environment was not made"):
-        PeerProcess(PEERS["llamacpp"], tmp_path, {"threads": 1}, tmp_path / "log.txt")
+        PeerProcess(PEERS["llamacpp"], tmp_path, {"threads": 1}, tmp_path)
     gone = PeerSpec("gone", "no_such_worker", None)
     with pytest.raises(PeerError, match="it ended"):
-        PeerProcess(gone, tmp_path, {"threads": 1}, tmp_path / "log.txt")
+        PeerProcess(gone, tmp_path, {"threads": 1}, tmp_path)
 
 
 def test_an_unknown_peer_is_refused(capsys: pytest.CaptureFixture[str]):
@@ -190,9 +187,7 @@ def test_other_programs_compute_what_transformers_computes(name: str, tmp_path: 
     prompts = [streams.prompt(streams.new(0)), streams.prompt(streams.again(0))]
     answers = {}
     for one in ("transformers", name):
-        own = tmp_path / one
-        own.mkdir()
-        with PeerProcess(PEERS[one], environments, configuration(own, tmp_path / "model"), own / "log.txt") as peer:
+        with PeerProcess(PEERS[one], environments, configuration(tmp_path / "model"), tmp_path / one) as peer:
             answers[one] = [peer.ask("", [prompt], 8)[0] for prompt in prompts]
     assert [answer.ids for answer in answers[name]] == [answer.ids for answer in answers["transformers"]]
     assert [answer.reused for answer in answers[name]] == [0, 400 if name == "llamacpp" else 384]  # whole blocks of 128

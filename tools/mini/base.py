@@ -14,9 +14,10 @@ import json
 import os
 import random
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -62,6 +63,9 @@ class Options:
     save_every_s: float = 60.0
     max_tokens: int = 400_000_000
     start_stage: int = 0
+
+
+Kind = TypeVar("Kind", bound=Options)
 
 
 @dataclass
@@ -306,13 +310,14 @@ def train(options: Options, trainer: type[Trainer] = Trainer) -> None:
     return None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    defaults = Options(out="")
-    for name, value in asdict(defaults).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, required=name == "out")
-    train(Options(**vars(parser.parse_args())))
+def parse(kind: type[Kind], doc: str | None, **types: Callable[[str], Any]) -> Kind:
+    """Return the options that the command line gives, by a flag per field. types: of fields not written as they are"""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in asdict(kind(out="")).items():
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=types.get(name, type(value)), default=value, required=name == "out")
+    return kind(**vars(parser.parse_args()))
 
 
 if __name__ == "__main__":
-    main()
+    train(parse(Options, __doc__))

@@ -10,10 +10,12 @@ from typing import NamedTuple
 import torch
 from tokenizers import Tokenizer
 
-from ragcache_eval import registry
-from ragcache_eval.registry.contexts import WORLD_A_PASSAGE
-from ragcache_eval.registry.documents import capitalised, with_article
-from ragcache_eval.registry.world import RELATIONS
+from ragcache_eval.registry import wording
+from ragcache_eval.registry.contexts import WORLD_A_PASSAGE, passage_text
+from ragcache_eval.registry.documents import Article, capitalised, with_article, write_document
+from ragcache_eval.registry.names import DataSplit
+from ragcache_eval.registry.questions import Question, answerable_questions
+from ragcache_eval.registry.world import RELATIONS, World, draw_world
 from tools.mini.packed import PackedBatch
 from tools.mini.tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS, SYSTEM_LINE, token_id
 
@@ -106,7 +108,7 @@ class BatchMaker:
 
         A question is the name, or the answer up to the value.
         """
-        world = registry.draw_world(self.rng, registry.DataSplit.TRAIN, passages * WORLD_A_PASSAGE)
+        world = draw_world(self.rng, DataSplit.TRAIN, passages * WORLD_A_PASSAGE)
         kind = self.rng.choice(ALIKE)[0]
         relation = self.rng.choice(RELATIONS[kind])
         entities = [entity for entity in world.entities.values() if entity.kind == kind]
@@ -115,9 +117,9 @@ class BatchMaker:
         asked = []
         for entity in entities[:passages]:
             value = entity.facts[relation]
-            stated = self.rng.choice(registry.wording.PREDICATES[relation]).format(v=value)
+            stated = self.rng.choice(wording.PREDICATES[relation]).format(v=value)
             context += self._encode(with_article(capitalised(f"{entity.name} {stated}.\n")))
-            answer = with_article(capitalised(f"{entity.name} {registry.wording.ANSWERS[relation].format(v=value)}."))
+            answer = with_article(capitalised(f"{entity.name} {wording.ANSWERS[relation].format(v=value)}."))
             start = answer.removesuffix(f" {value}.")
             asked += [(self._encode(asking), self._encode(f"{value}.")) for asking in (start, entity.name)]
         return Encoded(context, self.rng.choices(asked, k=num_questions))
@@ -127,13 +129,13 @@ class BatchMaker:
         ask = self._completion if stage.kind == "completions" else self._question
         context = [*self._prefix]
         for document in documents:
-            context += self._encode(registry.passage_text(self.rng, document))
+            context += self._encode(passage_text(self.rng, document))
         return Encoded(context, [ask(question) for question in asked])
 
-    def _question(self, question: registry.Question) -> tuple[list[int], list[int]]:
+    def _question(self, question: Question) -> tuple[list[int], list[int]]:
         return self._encode(suffix_text(question.text)), [*self._encode(question.answer), self._eos]
 
-    def _completion(self, question: registry.Question) -> tuple[list[int], list[int]]:
+    def _completion(self, question: Question) -> tuple[list[int], list[int]]:
         start = question.answer.removesuffix(f" {question.value}.")
         return self._encode(start), [*self._encode(f"{question.value}."), self._eos]
 
@@ -143,33 +145,31 @@ class BatchMaker:
 
 def draw_plain(
     rng: random.Random, hops: int, passages: int, num_questions: int
-) -> tuple[list[registry.Article], list[registry.Question]]:
+) -> tuple[list[Article], list[Question]]:
     """Draw documents of the training split, mostly of entities of the same kind, and questions that need `hops` each.
 
     If the documents answer too few questions, some are asked again in other words.
     """
-    found: list[registry.Question] = []
+    found: list[Question] = []
     while not found:
         if rng.random() < ALIKE_SHARE:
-            world = registry.draw_world(rng, registry.DataSplit.TRAIN, passages * WORLD_A_PASSAGE)
+            world = draw_world(rng, DataSplit.TRAIN, passages * WORLD_A_PASSAGE)
             chosen = _alike(rng, world, hops, passages)
         else:
-            world = registry.draw_world(rng, registry.DataSplit.TRAIN, passages)
+            world = draw_world(rng, DataSplit.TRAIN, passages)
             chosen = rng.sample(sorted(world.entities), passages)
-        documents = [registry.write_document(rng, world.entities[name]) for name in chosen]
+        documents = [write_document(rng, world.entities[name]) for name in chosen]
         found = _questions(rng, world, documents, hops)
     while len(found) < num_questions:
         found += _questions(rng, world, documents, hops)
     return documents, rng.sample(found, num_questions)
 
 
-def _questions(
-    rng: random.Random, world: registry.World, documents: list[registry.Article], hops: int
-) -> list[registry.Question]:
-    return [question for question in registry.answerable_questions(rng, world, documents) if question.hops == hops]
+def _questions(rng: random.Random, world: World, documents: list[Article], hops: int) -> list[Question]:
+    return [question for question in answerable_questions(rng, world, documents) if question.hops == hops]
 
 
-def _alike(rng: random.Random, world: registry.World, hops: int, passages: int) -> list[str]:
+def _alike(rng: random.Random, world: World, hops: int, passages: int) -> list[str]:
     """Return the names of entities of the same kind, or of pairs in which the first entity refers to the second.
 
     Then only the name tells which passage a question is about: the kind of the answer does not help to guess.

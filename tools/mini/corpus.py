@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from ragcache_eval.registry import Article, DataSplit, World, answerable_questions, write_document
-from ragcache_eval.registry.documents import joined
+from ragcache_eval.registry.documents import Article, joined, write_document
+from ragcache_eval.registry.names import DataSplit
+from ragcache_eval.registry.questions import answerable_questions
+from ragcache_eval.registry.world import World
 
 SEED = 7
 NUM_RIVERS, TOWNS_A_RIVER, PEOPLE_A_TOWN, PEOPLE_A_CLUB = 20, (2, 3), (2, 2), 2

@@ -16,7 +16,8 @@ import torch
 from tokenizers import Tokenizer
 
 import ragcache
-from ragcache_eval.registry import MAX_ANSWER_TOKENS, Question, TextCase, draw_texts
+from ragcache_eval.registry.contexts import TextCase, draw_texts
+from ragcache_eval.registry.questions import MAX_ANSWER_TOKENS, Question
 from tools.mini.batches import suffix_text
 from tools.mini.tokenizer import BOS, EOS, PAD, SYSTEM_LINE, token_id
 

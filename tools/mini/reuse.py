@@ -17,11 +17,10 @@ weights is saved. To settle a model that was through the first two stages: `--ba
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_train.special_tokens import choose_spec, prepare_model
 from ragcache_train.train_batches import Ask, EncodedRow, context_tokens, lay_out
-from tools.mini.base import Options, Trainer, below, train
+from tools.mini.base import Options, Trainer, below, parse, train
 from tools.mini.batches import IGNORED, padded, suffix_text
 from tools.mini.evaluate import MINI_BASE
 from tools.mini.packed import PackedBatch
@@ -99,7 +98,7 @@ class ReuseTrainer(Trainer):
         self.prefix = [token_id(BOS), *self.tokenizer.encode(f"{SYSTEM_LINE}\n").ids]
         model = AutoModelForCausalLM.from_pretrained(self.options.base, dtype=torch.float32, trust_remote_code=False)
         prepare_model(model, self.spec, self.options.seed)
-        if self.spec is not None and self.options.start_stage == TAKING_UP:
+        if self.options.start_stage == TAKING_UP:
             start_slots_alike(model.get_input_embeddings().weight, self.spec)
         return model
 
@@ -197,7 +196,7 @@ class ReuseTrainer(Trainer):
 
     def _hints(self, rows: Sequence[Any], contexts: Sequence[list[int]]) -> Tensor:
         """Return hints: a link token should hold its passage's entity and the end of a sentence that was cut."""
-        slots = slots_by_id(self.spec)
+        slots = {i: slot for slot in range(self.spec.link_slots) for i in self.spec.link_ids(slot)}
         hints = []
         for number, (row, ids) in enumerate(zip(rows, contexts, strict=True)):
             names = [self._ids(subject)[-1] for subject in row.subjects]
@@ -226,37 +225,10 @@ def start_slots_alike(embeddings: Tensor, spec: TrainedTokens) -> None:
         embeddings[ids] = first + SLOT_NOISE * (embeddings[ids] - first)
 
 
-def slots_by_id(spec: TrainedTokens | None) -> dict[int, int]:
-    """Return the slot of each link token, by its id."""
-    return {} if spec is None else {i: slot for slot in range(spec.link_slots) for i in spec.link_ids(slot)}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    defaults = asdict(ReuseOptions(out=""))
-    for name in (
-        "out",
-        "base",
-        "start_stage",
-        "final_tokens",
-        "settling_tokens",
-        "settling_rate",
-        "average_decay",
-        "max_tokens",
-        "seed",
-        "workers",
-        "device",
-        "muon_lr",
-        "adam_lr",
-    ):
-        flag, value = f"--{name.replace('_', '-')}", defaults[name]
-        choices = list(STAGES) if name == "start_stage" else None
-        if name == "start_stage":
-            value = STAGES[value]
-        parser.add_argument(flag, type=type(value), default=value, required=name == "out", choices=choices)
-    given = vars(parser.parse_args())
-    train(ReuseOptions(**{**given, "start_stage": STAGES.index(given["start_stage"])}), ReuseTrainer)
+def stage(name: str) -> int:
+    """Return the number of a stage. Raises ValueError for an unknown name."""
+    return STAGES.index(name)
 
 
 if __name__ == "__main__":
-    main()
+    train(parse(ReuseOptions, __doc__, start_stage=stage), ReuseTrainer)

@@ -1,8 +1,8 @@
 """Training rows for reuse, from the registry: `python -m tools.mini.reuse_data --out FILE --rows N`.
 
 Each line is a JSON object as `ragcache train` reads it, with names and wordings of the training split only. A row's
-questions are all single-hop, all two-hop, or lean on the passage before (`registry.draw_leaning`) with some plain
-questions between. Leaning rows have `"shuffle": false`, as the second half of a sentence must follow the first.
+questions are all single-hop, all two-hop, or lean on the passage before (`draw_leaning` of the registry) with some
+plain questions between. Leaning rows have `"shuffle": false`, as the second half of a sentence must follow the first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ragcache_eval import registry
+from ragcache_eval.registry.contexts import draw_leaning, passage_text
+from ragcache_eval.registry.documents import Article
+from ragcache_eval.registry.questions import Question
 from tools.mini.batches import draw_plain
 
 PASSAGES = (2, 16)
@@ -29,7 +31,7 @@ class Row(NamedTuple):
 
     passages: list[str]
     subjects: list[str]
-    questions: list[registry.Question]
+    questions: list[Question]
     leaning: bool
 
 
@@ -55,7 +57,7 @@ def draw_row(rng: random.Random, passages: int, kind: str | None = None) -> Row:
         documents, questions = _leaning_row(rng, passages)
     else:
         documents, questions = draw_plain(rng, 2 if kind == "two-hop" else 1, passages, NUM_QUESTIONS)
-    texts = [registry.passage_text(rng, document) for document in documents]
+    texts = [passage_text(rng, document) for document in documents]
     subjects = [document.id.removesuffix(", continued") for document in documents]
     distinct = {question.text: question for question in questions}
     return Row(texts, subjects, list(distinct.values()), kind == "leaning")
@@ -65,8 +67,8 @@ def _draw_kind(rng: random.Random, shares: Mapping[str, float]) -> str:
     return rng.choices(list(shares), list(shares.values()))[0]
 
 
-def _leaning_row(rng: random.Random, passages: int) -> tuple[list[registry.Article], list[registry.Question]]:
-    context = registry.draw_leaning(rng, passages)
+def _leaning_row(rng: random.Random, passages: int) -> tuple[list[Article], list[Question]]:
+    context = draw_leaning(rng, passages)
     pools = [context.plain if rng.random() < PLAIN_SHARE else context.questions for _ in range(NUM_QUESTIONS)]
     return context.passages, [rng.choice(pool) for pool in pools]
 

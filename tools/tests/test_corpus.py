@@ -8,7 +8,7 @@ import pytest
 from bs4 import BeautifulSoup
 from pypdf import PdfReader
 
-from ragcache_eval.registry import is_held_out
+from ragcache_eval.registry.names import is_held_out
 from tools.mini.corpus import corpus_files, corpus_world, write_corpus
 
 CORPUS = Path(__file__).parents[2] / "examples" / "corpus"

@@ -10,7 +10,7 @@ from ragcache.models.card import eos_token_ids
 from ragcache.models.generate import decode
 from ragcache.models.sampler import Sampling
 from ragcache.prompt import prompt_format
-from ragcache_eval.registry import MAX_ANSWER_TOKENS
+from ragcache_eval.registry.questions import MAX_ANSWER_TOKENS
 from tools.mini.evaluate import MINI, MINI_BASE, draw_cases, exact_matches, load
 from tools.mini.tokenizer import build_tokenizer
 

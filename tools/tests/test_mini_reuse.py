@@ -9,9 +9,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import ragcache as rc
-from ragcache_eval.registry import is_held_out
-from ragcache_train.row_encoder import EncodingOptions, RowEncoder
+from ragcache_eval.registry.names import is_held_out
+from ragcache_train.row_encoder import RowEncoder
 from ragcache_train.train_batches import lay_out
+from ragcache_train.train_options import EncodingOptions
 from ragcache_train.train_rows import read_rows
 from tools.mini.base import train
 from tools.mini.batches import IGNORED

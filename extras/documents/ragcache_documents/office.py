@@ -16,10 +16,10 @@ from ragcache.store.places import Place, edited
 from ragcache_documents.html import decode_page, markdown_of
 from ragcache_documents.sheets import list_table, workbook_tables
 from ragcache_documents.shown import as_shown
-from ragcache_documents.slides import slide_places
 from ragcache_documents.titles import document_title
 
 TEXTUAL = (".ipynb", ".csv")
+_SLIDE = re.compile(r"^<!-- Slide number: (\d+) -->$\s*", re.MULTILINE)
 # Text that converters write even for an empty file: comments that number slides, and names of sheets.
 _MADE = re.compile(r"(?s:<!--.*?-->)|^## .*$", re.MULTILINE)
 
@@ -67,8 +67,22 @@ def _convert(data: bytes, suffix: str, path: Path) -> _Converted:
     except Exception as error:  # the parsers below raise any kind
         raise ReaderError(path, f"the file is damaged or encrypted ({type(error).__name__}: {error})") from error
     text = storable(made.markdown).replace("\r\n", "\n").replace("\r", "\n")
-    places = list(slide_places(text)) if suffix == ".pptx" else []
+    places = list(_slide_places(text)) if suffix == ".pptx" else []
     return _Converted(document_title(data, suffix) or " ".join(storable(made.title or "").split()), text, places)
+
+
+def _slide_places(text: str) -> Iterator[Place]:
+    """Yield the places of the slides, which markitdown numbers in comments.
+
+    A comment's own place has no fields, because it may end the previous passage.
+    """
+    number = 0
+    for mark in _SLIDE.finditer(text):
+        if int(mark[1]) == number + 1:  # any other mark was written on a slide
+            number += 1
+            yield Place(mark.start(), {})
+            if mark.end() < len(text):
+                yield Place(mark.end(), {"slide": number})
 
 
 def missing_extra(suffix: str) -> str:

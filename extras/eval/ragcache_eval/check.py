@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from ragcache.engine.verdict import FULL, MethodVerdict, Verdict
@@ -16,53 +16,9 @@ from ragcache_eval.journal import Ledger, Score
 from ragcache_eval.methods import MethodSpec
 from ragcache_eval.report import Row, summarise
 from ragcache_eval.runner import NO_PASSAGES, Runner
+from ragcache_eval.thresholds import Thresholds
 
 MEASURED = ("top1_answer", "top1_first", "kl_answer", "kl_first", "same_answer", "accuracy")
-
-
-@dataclass(frozen=True)
-class Thresholds:
-    """Limits within which a method is safe; all are means over the questions.
-
-    min_agreement: share of the tokens of full prefill's answer that the method would choose as well
-    max_kl:   KL(full prefill || method) along that answer, nats per token
-    min_same_answer: share of questions with exactly the same answer
-    max_accuracy_drop: share of full prefill's accuracy, if gold answers are known: 0.03 lets a method keep 97 % of it
-    """
-
-    min_agreement: float = 0.95
-    max_kl: float = 0.1
-    min_same_answer: float = 0.85
-    max_accuracy_drop: float = 0.03
-
-    def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if value < 0 or (one.name != "max_kl" and value > 1):
-                raise ConfigError(f"{one.name.replace('_', '-')} is {value}; choose a share between 0 and 1")
-
-    def broken_by(self, row: Row, full: Row) -> str:
-        """Return the thresholds that a method breaks as text; "" if it keeps them all.
-
-        row, full: results of the method and of full prefill over the same questions
-        """
-        found = {name: estimate.mean for name, estimate in row.quality.items()}
-        least = {"top1_answer": self.min_agreement, "same_answer": self.min_same_answer}
-        wrong = [f"{_WORDS[n]} {found[n]:.3f} is below {limit:g}" for n, limit in least.items() if found[n] < limit]
-        most = {"kl_answer": (found["kl_answer"], self.max_kl)}
-        if "accuracy" in found:
-            whole = full.quality["accuracy"].mean
-            most["accuracy"] = (1 - found["accuracy"] / whole if whole else 0.0, self.max_accuracy_drop)
-        wrong += [f"{_WORDS[n]} {value:.3f} is above {limit:g}" for n, (value, limit) in most.items() if value > limit]
-        return "; ".join(wrong)
-
-
-_WORDS = {
-    "top1_answer": "top-1 agreement",
-    "same_answer": "share of equal answers",
-    "kl_answer": "KL from full prefill",
-    "accuracy": "loss of accuracy",
-}
 
 
 class Checked(NamedTuple):

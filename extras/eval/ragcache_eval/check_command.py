@@ -13,6 +13,7 @@ from ragcache.cli.flags import Json, option
 from ragcache.cli.terminal import FAILED, command, print_json, print_table, say
 from ragcache.errors import ConfigError
 from ragcache_eval.measured_model import EvaluatedModel, progress
+from ragcache_eval.thresholds import Thresholds
 
 if TYPE_CHECKING:
     from ragcache.engine.verdict import Verdict
@@ -33,9 +34,12 @@ class QuestionOptions:
         str | None, option("--data", "Questions as JSON lines (passages come from the store), or a set as for eval.")
     ] = None
     data_dir: Annotated[Path | None, option("--data-dir", "Directory of public question sets.")] = None
-    questions: Annotated[int, option("--questions", "Ask so many.", min=1)] = 50
-    k: Annotated[int, option("--k", "Passages under a question.", min=2)] = 5
-    embedder: Annotated[str | None, option("--embedder", "For --data over a store; the store's own.")] = None
+    questions: Annotated[int, option("--questions", "Number of questions.", min=1)] = 50
+    k: Annotated[int, option("--k", "Number of passages that each question has.", min=2)] = 5
+    embedder: Annotated[
+        str | None,
+        option("--embedder", "Embedder for --data over a store; the store's own if not given."),
+    ] = None
 
     def stored_model(self) -> tuple[str, str | None]:
         """Return name and dtype of the model that the store was made with, or the bundled model without a store."""
@@ -79,28 +83,11 @@ class QuestionOptions:
             return f"{file.name} over the store", cases
 
 
-@dataclass(frozen=True)
-class ThresholdOptions:
-    """Limits inside which a method is safe: the fields of Thresholds."""
-
-    min_agreement: Annotated[
-        float, option("--min-agreement", "Least share of full prefill's answer tokens that the method chooses too.")
-    ] = 0.95
-    max_kl: Annotated[float, option("--max-kl", "Largest mean divergence from full prefill, nats a token.")] = 0.1
-    min_same_answer: Annotated[
-        float, option("--min-same-answer", "Least share of questions with full prefill's very answer.")
-    ] = 0.85
-    max_accuracy_drop: Annotated[
-        float,
-        option("--max-accuracy-drop", "Largest share of full prefill's accuracy lost, where gold answers are known."),
-    ] = 0.03
-
-
 @command
 def check(
     models: EvaluatedModel,
     asked: QuestionOptions,
-    thresholds: ThresholdOptions,
+    thresholds: Thresholds,
     methods: Annotated[list[str] | None, option("--methods", "As for eval; every method if left out.")] = None,
     profile_layers: Annotated[
         int,
@@ -119,11 +106,10 @@ def check(
     generated text, so the verdict says nothing about your documents. The exit status is 1 if no method is safe.
     """
     from ragcache.engine.verdict import save_verdict
-    from ragcache_eval.check import Check, Thresholds
+    from ragcache_eval.check import Check
     from ragcache_eval.methods import all_methods, parse_methods, shipped_primers
     from ragcache_eval.runner import Runner, RunSettings
 
-    limits = Thresholds(**vars(thresholds))
     lm = models.load(*asked.stored_model())
     runner = Runner(lm, models.prompt_format(lm), RunSettings(max_tokens, on_overflow="skip"))
     source, cases = asked.cases(runner, models.device)
@@ -135,7 +121,7 @@ def check(
         half = (len(cases) + 1) // 2
         specs = _profiled(runner, cases[:half], specs, profile_layers, near)
         cases = cases[half:]
-    checking = Check(runner, source, cases, specs, limits, near, primer)
+    checking = Check(runner, source, cases, specs, thresholds, near, primer)
     for _ in progress(checking.scores(), len(cases) * (len(checking.running) + 1), "Checking"):
         pass
     verdict = checking.finish().verdict
@@ -188,7 +174,7 @@ def _print_verdict(verdict: Verdict, written: Path | None) -> None:
     if verdict.best_primer is not None:
         own, behind = verdict.best_primer
         say(
-            "nearest to full prefill with nothing computed at the question: passages behind the primer of "
+            "nearest to full prefill with nothing computed at the question: passages read after the primer of "
             f"{behind.primer} tokens, KL {behind.figures[KL]:.3f} instead of {own.figures[KL]:.3f}; encode them so by "
             f"`ragcache reencode NEW --store OLD --recipe primer --primer {behind.primer}`"
         )

@@ -45,7 +45,7 @@ class Score:
     cluster: str
     cell: dict[str, str | int]
     prediction: str = ""
-    accuracy: float | bool | None = None
+    accuracy: bool | None = None
     exact_match: bool | None = None
     f1: float | None = None
     kl_first: float | None = None

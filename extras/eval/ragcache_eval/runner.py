@@ -17,7 +17,6 @@ from ragcache.models.card import eos_token_ids
 from ragcache.models.language_model import LanguageModel
 from ragcache.prompt import Prompt, PromptFormat, encode_text
 from ragcache_eval.case import Case
-from ragcache_eval.divergence import kl_divergence, top1_agrees
 from ragcache_eval.journal import Key, Ledger, Score
 from ragcache_eval.methods import FULL, MethodSpec
 from ragcache_eval.metrics import contains_answer, exact_match, token_f1
@@ -180,8 +179,8 @@ class Runner:
 def case_digest(case: Case) -> str:
     """Return 16 hex digits that name the case's content."""
     passages = [list(p) for p in case.passages]
-    every = False  # a setting that is no longer there: without it, existing journals would be measured again
-    return digest([case.question, passages, list(case.answers), every])[:16]
+    # False: a setting that is no longer there; without it, existing journals would be measured again.
+    return digest([case.question, passages, list(case.answers), False])[:16]
 
 
 def answer_scores(prediction: str, case: Case) -> dict[str, Any]:
@@ -208,6 +207,19 @@ def distance(reference: Tensor, other: Tensor) -> dict[str, Any]:
         "top1_first": bool(agrees[0]),
         "top1_answer": float(agrees.double().mean()),
     }
+
+
+def kl_divergence(reference: Tensor, other: Tensor) -> Tensor:
+    """Return KL(reference || other) in nats as float64 [...]. Both are logits [..., vocab_size]."""
+    p = reference.double().log_softmax(-1)
+    q = other.double().log_softmax(-1)
+    # Where p has no mass at all, exp(p) * (p - q) is 0 * inf.
+    return (p.exp() * (p - q)).where(p.exp() > 0, 0.0).sum(-1).clamp_min(0.0)
+
+
+def top1_agrees(reference: Tensor, other: Tensor) -> Tensor:
+    """Return, as bool [...], whether both would choose the same token."""
+    return reference.argmax(-1) == other.argmax(-1)
 
 
 def _costs(fused: FuseOutput, encode_s: float) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from ragcache.errors import ConfigError
 from ragcache_eval.case import Case
 from ragcache_eval.public_sets import PublicSettings, public_cases
 from ragcache_eval.question_files import read_entries
-from ragcache_eval.registry import PagesSettings, RegistrySettings, pages_cases, registry_cases
+from ragcache_eval.registry.cases import PagesSettings, RegistrySettings, pages_cases, registry_cases
 from ragcache_eval.settings import make, split_settings
 
 GENERATED = ("registry", "pages")

@@ -19,7 +19,7 @@ from ragcache.models.primer import bound_primer
 from ragcache.prompt import prompt_format
 from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_eval.case import Case, CasePassage
-from ragcache_eval.check import Check, Thresholds
+from ragcache_eval.check import Check
 from ragcache_eval.check_command import _print_verdict
 from ragcache_eval.intervals import Estimate
 from ragcache_eval.methods import MethodSpec, all_methods, shipped_primers
@@ -27,6 +27,7 @@ from ragcache_eval.reading import PromptReader
 from ragcache_eval.report import Row
 from ragcache_eval.runner import Runner, RunSettings
 from ragcache_eval.store_cases import asked_of, made_from, neighbours_of, opened
+from ragcache_eval.thresholds import Thresholds
 
 TEXTS = {
     "cats": "The cat of the baker sat on the old mat by the door. It was happy there.\n",

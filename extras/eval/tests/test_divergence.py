@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ragcache_eval.divergence import kl_divergence, top1_agrees
+from ragcache_eval.runner import kl_divergence, top1_agrees
 
 
 def numpy_kl(reference: np.ndarray, other: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ import pytest
 from ragcache.errors import ConfigError
 from ragcache_eval.case import CasePassage
 from ragcache_eval.halves import completion_cases
-from ragcache_eval.registry import RegistrySettings, registry_cases
+from ragcache_eval.registry.cases import RegistrySettings, registry_cases
 from ragcache_eval.sources import load_cases
 
 

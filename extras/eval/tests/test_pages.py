@@ -6,17 +6,10 @@ from statistics import median
 import pytest
 
 from ragcache.errors import ConfigError
-from ragcache_eval.registry import (
-    PAGE_KINDS,
-    DataSplit,
-    PagesSettings,
-    draw_pages,
-    is_held_out,
-    names,
-    pages_cases,
-    wording,
-)
-from ragcache_eval.registry.pages import PLACES
+from ragcache_eval.registry import names, wording
+from ragcache_eval.registry.cases import PagesSettings, pages_cases
+from ragcache_eval.registry.names import DataSplit, is_held_out
+from ragcache_eval.registry.pages import PAGE_KINDS, PLACES, draw_pages
 
 SIZES = [2, 3, 4, 7, 8, 16]
 

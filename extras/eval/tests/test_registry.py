@@ -8,23 +8,19 @@ from itertools import pairwise
 import pytest
 
 from ragcache.errors import ConfigError
-from ragcache_eval.registry import (
-    DataSplit,
-    answerable_questions,
-    draw_leaning,
-    draw_texts,
-    draw_world,
-    is_held_out,
-    leaning_questions,
-    wording,
-    write_document,
-    write_in_two,
-)
-from ragcache_eval.registry.world import RELATIONS
+from ragcache_eval.registry import wording
+from ragcache_eval.registry.contexts import draw_leaning, draw_texts
+from ragcache_eval.registry.documents import write_document, write_in_two
+from ragcache_eval.registry.names import DataSplit, is_held_out
+from ragcache_eval.registry.questions import answerable_questions, leaning_questions
+from ragcache_eval.registry.world import RELATIONS, draw_world
 
 SAMPLE = """
 import random
-from ragcache_eval.registry import DataSplit, answerable_questions, draw_world, write_document
+from ragcache_eval.registry.documents import write_document
+from ragcache_eval.registry.names import DataSplit
+from ragcache_eval.registry.questions import answerable_questions
+from ragcache_eval.registry.world import draw_world
 rng = random.Random("sample")
 for split in DataSplit:
     world = draw_world(rng, split, 12)

@@ -117,8 +117,8 @@ def _fit(numbers: Sequence[Tensor], ratio: float, features: int, is_sparse: bool
     if tokens < needed:
         counted = "that each head keeps (KVzip), " if is_sparse else ""
         raise BasisError(
-            f"a basis for codec 'kvtc' needs {needed:,} tokens, and there are {tokens:,} {counted}behind the first "
-            "one of each passage: ingest more passages at once, or use another codec until there are enough"
+            f"a basis for codec 'kvtc' needs {needed:,} tokens, and there are {tokens:,} {counted}after the first "
+            "token of each passage: ingest more passages at once, or use another codec until there are enough"
         )
     made = [_fit_group(torch.cat([_flat(one, own) for one in numbers]), heads, width, ratio) for own in groups]
     return _joined(made, heads, width)

@@ -139,9 +139,6 @@ class SamKVCodec(RawCodec):
         kv = super().decode({name: one for name, one in tensors.items() if not name.startswith(PREFIX)})
         return SurveyedBlock(kv, Sidecar.of(own, kv)) if own else kv
 
-    def error_bound(self, block: KVBlock) -> float:
-        return 0.0
-
 
 def survey(
     lm: LanguageModel, row: Sequence[int], block: KVBlock, prefix: Exact | None = None, sizes: Sizes | None = None

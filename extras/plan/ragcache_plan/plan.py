@@ -8,18 +8,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ragcache.errors import ConfigError, check_least
+from ragcache_plan.demand import GB, Demand, Prices
 from ragcache_plan.rates import MachineRates
 from ragcache_plan.shape import CodecSize, KVShape, codec_sizes
 from ragcache_plan.zipf import ranks_above, zipf_mass
 
-GB = 1e9
 HOURS_A_MONTH = 730.0
-
-
-def check_kept(kept: float) -> None:
-    """Raise ConfigError naming --kv-kept unless it is a share of a passage's KV."""
-    if not 0 < kept <= 1:
-        raise ConfigError(f"--kv-kept is {kept:g}; give a share above 0, and at most 1 for all KV")
 
 
 @dataclass(frozen=True)
@@ -38,7 +32,8 @@ class Corpus:
         check_least("--documents", self.documents, 1)
         check_least("--tokens", self.tokens, 1)
         check_least("--chunk-tokens", self.chunk_tokens, 1)
-        check_kept(self.kept)
+        if not 0 < self.kept <= 1:
+            raise ConfigError(f"--kv-kept is {self.kept:g}; give a share above 0, and at most 1 for all KV")
 
     def encode_s(self, rates: MachineRates) -> float:
         """Return the seconds to encode a chunk, which is read twice if some of its KV is dropped."""
@@ -52,87 +47,6 @@ class Corpus:
     @property
     def chunks(self) -> int:
         return self.documents * math.ceil(self.tokens / self.chunk_tokens)
-
-
-@dataclass(frozen=True)
-class Demand:
-    """Requests to serve, and how.
-
-    requests:        a month
-    request_tokens:  of a whole prompt, the question included
-    question_tokens: tokens of the prompt that run even if all passages come from the store
-    fused_s:         seconds to the first token with stored KV, if it was measured; else from the rates
-    zipf:            exponent of the chunks' popularity
-    tier:            where the KV of a request comes from: "memory", "disk" or "remote"
-    replicas:        machines that answer; each has its own KV in memory or on disk, and all share a remote store
-
-    Raises ConfigError naming the option.
-    """
-
-    requests: int
-    request_tokens: int
-    question_tokens: int = 30
-    fused_s: float | None = None
-    zipf: float = 0.8
-    tier: str = "disk"
-    replicas: int = 1
-
-    def __post_init__(self) -> None:
-        check_least("--requests", self.requests, 1)
-        check_least("--request-tokens", self.request_tokens, 1)
-        check_least("--replicas", self.replicas, 1)
-        if not 0 <= self.question_tokens < self.request_tokens:
-            raise ConfigError(
-                f"--question-tokens is {self.question_tokens}; give 0 or more, below --request-tokens "
-                f"{self.request_tokens}"
-            )
-        if self.fused_s is not None:
-            _above_zero("fused-s", self.fused_s)
-        if not 0 <= self.zipf <= 10:
-            raise ConfigError(f"--zipf is {self.zipf:g}; give an exponent from 0 (all alike) to 10")
-
-    @property
-    def context_tokens(self) -> int:
-        return self.request_tokens - self.question_tokens
-
-    @property
-    def copies(self) -> int:
-        """Return how many copies of a chunk are stored."""
-        return 1 if self.tier == "remote" else self.replicas
-
-
-@dataclass(frozen=True)
-class Prices:
-    """Prices in a single currency.
-
-    gpu_hour, gb_month and gb_transfer are for an hour, and for 10^9 bytes stored for a month or read from a remote
-    store; months: how long a precomputed block is kept.
-
-    The defaults are those of KVLink's authors: an A100 at 1.79 USD an hour, object storage at 0.023 USD. Reading from
-    object storage costs nothing within its region.
-    """
-
-    gpu_hour: float = 1.79
-    gb_month: float = 0.023
-    months: float = 12.0
-    gb_transfer: float = 0.0
-
-    def __post_init__(self) -> None:
-        prices = (("gpu-hour", self.gpu_hour), ("gb-month", self.gb_month), ("gb-transfer", self.gb_transfer))
-        for option, value in prices:
-            if not 0 <= value < math.inf:
-                raise ConfigError(f"--{option} is {value:g}; give a price, 0 or more")
-        _above_zero("months", self.months)
-
-    def gpu(self, seconds: float) -> float:
-        return seconds / 3600 * self.gpu_hour
-
-    def storage(self, num_bytes: float) -> float:
-        """Return the price of storing this many bytes for a month."""
-        return num_bytes / GB * self.gb_month
-
-    def transfer(self, num_bytes: float, tier: str) -> float:
-        return num_bytes / GB * self.gb_transfer if tier == "remote" else 0.0
 
 
 @dataclass(frozen=True)
@@ -328,8 +242,3 @@ def _rate_reasons(best: CodecPlan, demand: Demand, rates: MachineRates) -> list[
             f"{math.ceil(needed)}"
         )
     return found
-
-
-def _above_zero(option: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise ConfigError(f"--{option} is {value:g}; give a number above 0")

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from ragcache.cli.flags import Json, option
-from ragcache.cli.terminal import bytes_text, command, print_json, print_table, say, seconds_text
+from ragcache.cli.terminal import bytes_text, command, print_json, print_rows, print_table, say, seconds_text
 from ragcache.errors import ConfigError
+from ragcache_plan.demand import Demand, Prices
 from ragcache_plan.rate_options import RateOptions
 
 if TYPE_CHECKING:
-    from ragcache_plan.plan import Corpus, Demand, Plan, Prices
+    from ragcache_plan.plan import Corpus, Plan
     from ragcache_plan.rates import MachineRates
     from ragcache_plan.shape import KVShape
 
@@ -52,30 +53,12 @@ class ShapeOptions:
 
 @dataclass(frozen=True)
 class CorpusOptions:
-    """The corpus, and the requests over it."""
+    """Options of the corpus."""
 
     documents: Annotated[int | None, option("--documents", "Documents of the corpus.")] = None
     tokens: Annotated[int | None, option("--tokens", "Tokens of a document.")] = None
     chunk_tokens: Annotated[int, option("--chunk-tokens", "Tokens of a passage.")] = 256
     kept: Annotated[float, option("--kv-kept", "Share of each passage's KV that is stored; see `ragcache ingest`.")] = 1
-    requests: Annotated[int, option("--requests", "Requests a month.")] = 100_000
-    request_tokens: Annotated[int, option("--request-tokens", "Tokens of a whole prompt, passages and question.")] = (
-        1310
-    )
-    question_tokens: Annotated[int, option("--question-tokens", "Of them, those that are always run.")] = 30
-    zipf: Annotated[float, option("--zipf", "Exponent of the passages' popularity; 0: all are read alike.")] = 0.8
-    tier: Annotated[
-        Literal["memory", "disk", "remote"], option("--tier", "Where a request's KV comes from, for the estimate.")
-    ] = "disk"
-    replicas: Annotated[
-        int, option("--replicas", "Machines that answer, each with a memory and a disk; a remote store is shared.")
-    ] = 1
-    network_rate: Annotated[
-        float, option("--network-rate", "Bytes of KV a second from a remote store; never measured.")
-    ] = 1.25e9
-    fused_s: Annotated[
-        float | None, option("--fused-s", "Seconds to the first token with stored KV, in place of the estimate.")
-    ] = None
 
     def corpus(self) -> Corpus:
         from ragcache_plan.plan import Corpus
@@ -85,35 +68,17 @@ class CorpusOptions:
             raise ConfigError(f"{missing} is missing: give --documents and --tokens, or a log as --trace")
         return Corpus(self.documents, self.tokens, self.chunk_tokens, self.kept)
 
-    def demand(self) -> Demand:
-        from ragcache_plan.plan import Demand
-
-        return Demand(
-            self.requests, self.request_tokens, self.question_tokens, self.fused_s, self.zipf, self.tier, self.replicas
-        )
-
-
-@dataclass(frozen=True)
-class PriceOptions:
-    """Prices, in any one currency."""
-
-    gpu_hour: Annotated[float, option("--gpu-hour", "Price of a GPU hour.")] = 1.79
-    gb_month: Annotated[float, option("--gb-month", "Price of 10^9 bytes for a month.")] = 0.023
-    gb_transfer: Annotated[float, option("--gb-transfer", "Price of reading 10^9 bytes from a remote store.")] = 0.0
-    months: Annotated[float, option("--months", "Months for which precomputed KV is kept.")] = 12.0
-
-    def prices(self) -> Prices:
-        from ragcache_plan.plan import Prices
-
-        return Prices(self.gpu_hour, self.gb_month, self.months, self.gb_transfer)
-
 
 @command
 def plan(
     model: ShapeOptions,
     corpus: CorpusOptions,
+    demand: Demand,
     rates: RateOptions,
-    prices: PriceOptions,
+    prices: Prices,
+    network_rate: Annotated[
+        float, option("--network-rate", "Bytes of KV a second from a remote store; never measured.")
+    ] = 1.25e9,
     trace: Annotated[
         Path | None, option("--trace", "A log of `ragcache record`, RAGPulse or Mooncake, in place of the corpus.")
     ] = None,
@@ -128,21 +93,20 @@ def plan(
     """
     from ragcache_plan.plan import make_plan
 
-    shape, speed = model.shape(), replace(rates.rates(model.model), network_bytes_s=corpus.network_rate)
+    shape, speed = model.shape(), replace(rates.rates(model.model), network_bytes_s=network_rate)
     if trace is not None:
         _print_sizing(trace, shape, speed, as_json=as_json)
         return
-    wanted, asked, paid = corpus.corpus(), corpus.demand(), prices.prices()
-    found = make_plan(shape, wanted, asked, speed, paid)
+    found = make_plan(shape, corpus.corpus(), demand, speed, prices)
     if as_json:
         print_json(found.to_json())
         return
-    _print_plan(found, asked)
+    _print_plan(found, demand)
     for reason in found.reasons:
         say(f"- {reason}")
 
 
-def _print_plan(found: Plan, asked: Demand) -> None:
+def _print_plan(found: Plan, demand: Demand) -> None:
     shape = found.shape
     rows = [
         ("model", str(shape)),
@@ -151,12 +115,11 @@ def _print_plan(found: Plan, asked: Demand) -> None:
         ("precomputation", f"{_duration(found.precompute_s)}, {found.precompute_cost:,.2f} once"),
         (
             "full prefill",
-            f"{seconds_text(found.full_s)} to the first token; {asked.requests:,} requests a month take "
+            f"{seconds_text(found.full_s)} to the first token; {demand.requests:,} requests a month take "
             f"{found.full_gpu_hours:,.1f} GPU hours, {found.full_cost:,.2f}",
         ),
     ]
-    for name, value in rows:
-        say(f"{name:<16}{value}")
+    print_rows(rows, 16)
     say()
     columns = ["codec", ">bytes/token", ">disk or memory", ">first token", ">GPU hours", ">GPU", ">storage",
                ">transfer", ">precomputed", ">total", ">pays from", ">hot", ">of hot only"]  # fmt: skip

@@ -19,7 +19,8 @@ from ragcache.codecs import CODECS
 from ragcache.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from ragcache.kv.block import example_block
 from ragcache.store.kv_store import KVStore
-from ragcache_plan.plan import Corpus, Demand, Prices, make_plan
+from ragcache_plan.demand import Demand, Prices
+from ragcache_plan.plan import Corpus, make_plan
 from ragcache_plan.rates import MachineRates, measure_rates
 from ragcache_plan.shape import CodecSize, KVShape, codec_sizes
 from ragcache_plan.stated import shape_of

@@ -8,7 +8,8 @@ from terminal import invoke
 from ragcache.codecs import CODECS
 from ragcache.store.eviction import ADMISSIONS, POLICIES
 from ragcache_plan.accesses import recorded
-from ragcache_plan.plan import Corpus, Demand, Prices, make_plan
+from ragcache_plan.demand import Demand, Prices
+from ragcache_plan.plan import Corpus, make_plan
 from ragcache_plan.rates import MachineRates
 from ragcache_plan.replay import Budgets
 from ragcache_plan.shape import KVShape

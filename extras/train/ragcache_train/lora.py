@@ -33,7 +33,7 @@ def add_lora(
     model: PreTrainedModel,
     spec: TrainedTokens,
     rank: int,
-    alpha: int | None,
+    alpha: float | None,
     earlier: Adapter | None = None,
     mixed: bool = False,
     on_passages: bool = False,
@@ -68,7 +68,7 @@ def add_lora(
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=rank,
-        lora_alpha=2 * rank if alpha is None else alpha,
+        lora_alpha=2 * rank if alpha is None else alpha,  # type: ignore[arg-type]  # peft takes any number
         target_modules="all-linear",
         trainable_token_indices={embedding: added} if added else None,
     )
@@ -115,7 +115,7 @@ def _rows_in_place(layer: Any, ids: Tensor, adapters: Sequence[str]) -> Tensor:
     return weight.index_copy(0, ids, layer.trainable_tokens_delta["default"].to(weight.dtype))
 
 
-def _same_scale(earlier: Adapter, rank: int, alpha: int | None) -> int:
+def _same_scale(earlier: Adapter, rank: int, alpha: float | None) -> int:
     """Return the earlier adapter's alpha. Raises ConfigError if the options contradict the adapter."""
     path = earlier.directory / Lora.FILE
     try:

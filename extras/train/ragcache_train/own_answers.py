@@ -25,7 +25,8 @@ from ragcache.models.generate import decode
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.sampler import Sampling
 from ragcache.prompt import Prompt, PromptFormat, prompt_format
-from ragcache_train.row_encoder import EncodingOptions, passage_text
+from ragcache_train.row_encoder import passage_text
+from ragcache_train.train_options import EncodingOptions
 from ragcache_train.train_rows import Asked, BadLine, DataRow
 
 FILE = "own_answers.jsonl"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -19,25 +18,8 @@ from ragcache.errors import ConfigError
 from ragcache.ingest.chunk_tokenizer import ChunkTokenizer
 from ragcache.prompt import PromptFormat, as_text, encode_rendered, encode_text, prompt_format
 from ragcache_train.train_batches import Ask, EncodedRow
+from ragcache_train.train_options import EncodingOptions
 from ragcache_train.train_rows import BadLine, ChatMessage, DataRow
-
-
-@dataclass(frozen=True)
-class EncodingOptions:
-    """How rows become ids.
-
-    system:          text before everything if a row has no system text; None: the template's own
-    question_format: see `prompt_format`
-    segment_tokens:  of the pieces that a text to be summarised is cut into (100 in the paper)
-    max_tokens:      longest sequence; link tokens and markers are not counted
-    blocks:          chunks at most that a "text" is cut into, of about `segment_tokens` each; 0: it is not cut
-    """
-
-    system: str | None = None
-    question_format: str | None = None
-    segment_tokens: int = 100
-    max_tokens: int = 4096
-    blocks: int = 0
 
 
 class RowEncoder:

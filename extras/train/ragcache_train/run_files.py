@@ -56,7 +56,7 @@ def find_checkpoint(options: TrainOptions, out: Path) -> str | None:
         return None
     if not written.exists():
         raise ConfigError(f"{out} holds no training run to resume; train without resume first")
-    now, defaults = options.to_json(), TrainOptions("", (), "").to_json()  # older runs lack newer options
+    now, defaults = options.to_json(), TrainOptions(model="", out=Path()).to_json()  # older runs lack newer options
     before = defaults | json.loads(written.read_text(encoding="utf-8"))
     changed = sorted(name for name in now if name not in FREE_TO_CHANGE and now[name] != before.get(name))
     if changed:

@@ -29,6 +29,7 @@ from ragcache.fusion.layout import lay_out as lay_out_parts
 from ragcache.kv.block_key import Recipe
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.prompt import Passages, Text
+from ragcache_train.train_options import BatchOptions
 
 IGNORED = -100
 OPEN = 0
@@ -203,35 +204,6 @@ class Draw(NamedTuple):
     seed: int
 
 
-@dataclass(frozen=True)
-class BatchOptions:
-    """Sizes and mixture of the batches.
-
-    tokens:         of a batch at most (a single long row may exceed it)
-    rows:           of a batch at most; None: as many as fit
-    separate_share: share of the rows encoded separately, of the rows that may be encoded either way
-    mixture:        share of each kind of row in an epoch; None: as the data has them
-    most:           passages of a row at most, if rows vary from epoch to epoch (`vary`); None: they do not vary
-
-    Raises ConfigError for numbers out of range.
-    """
-
-    tokens: int = 8192
-    rows: int | None = None
-    separate_share: float = 0.5
-    mixture: Mapping[str, float] | None = None
-    most: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1 or (self.rows is not None and self.rows < 1):
-            raise ConfigError(f"batch_tokens is {self.tokens} and batch_size {self.rows}; both must be at least 1")
-        if not 0 <= self.separate_share <= 1:
-            raise ConfigError(f"separate_share is {self.separate_share}; it must lie in 0..1")
-        shares = list((self.mixture or {"": 1.0}).values())
-        if min(shares) < 0 or sum(shares) <= 0:
-            raise ConfigError(f"mixture is {self.mixture}; shares must be at least 0 and one of them more")
-
-
 class BatchPlan:
     """An epoch's batches, by number. Iterating gives the batches of all epochs, in order, up to `num_batches`."""
 
@@ -357,17 +329,11 @@ class Pair(NamedTuple):
     teacher: Sample
 
 
-class DrawnPairs:
+class DrawnPairs(DrawnRows):
     """The same data set for training by a teacher: from a Draw to its Pair."""
 
-    def __init__(self, rows: Sequence[EncodedRow], spec: TrainedTokens, shuffle: bool, most: int | None = None) -> None:
-        self._rows = DrawnRows(rows, spec, shuffle, most)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, draw: Draw) -> Pair:
-        return Pair(self._rows[draw], self._rows[draw._replace(apart=False)])
+    def __getitem__(self, draw: Draw) -> Any:
+        return Pair(super().__getitem__(draw), super().__getitem__(draw._replace(apart=False)))
 
 
 def collate(samples: Sequence[Sample], multiple: int = 1) -> dict[str, Any]:

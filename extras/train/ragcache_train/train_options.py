@@ -1,4 +1,4 @@
-"""Options of a training run."""
+"""Options of a training run, and how the command line takes them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from ragcache.cli.terminal import option
 from ragcache.errors import ConfigError, check_choice, check_least
 from ragcache.kv.block_key import RECIPE_NAMES
-from ragcache.models.load import DTYPES
-from ragcache_train.row_encoder import EncodingOptions
-from ragcache_train.train_batches import BatchOptions
 
 PRECISIONS = ("float32", "bfloat16")
 LEARNING_RATES = {False: 1e-5, True: 2e-4}  # full fine-tuning, LoRA
@@ -24,109 +22,187 @@ DEFAULT_MAX_TOKENS = 4096  # the paper's A.1
 
 
 @dataclass(frozen=True)
-class TrainOptions:
-    """Options of a training run.
+class EncodingOptions:
+    """How rows become ids.
 
-    model:           bundled name, directory or hub id of the model to start from, or an adapter, which LoRA trains
-                     further
-    data:            files of JSON lines (ragcache_train.train_rows); may be empty if a store is given
-    out:             directory of the trained model, its checkpoints and its log
-    reuse:           "link" (KVLink; Block-Attention with link_tokens 0) or "markers" (TurboRAG)
-    objective:       "labels", or "distill": the divergence from a frozen teacher that reads all passages as a single
-                     text, along every token after them, and the relative error of hidden states there
-    recipe:          how passages are encoded apart: "isolated", "prefix" or "primer"
-    teacher:         of "distill": a model of the same family and vocabulary; None: the model to start from, unchanged
-    hidden_weight:   of "distill": weight of the hidden states' error
-    damage_weight:   of "distill": additional weight of a token whose reading apart hurts an untrained model by as much
-                     as the mean; 0: all tokens count alike
-    keep_logits:     of "distill": folder that keeps the teacher's likeliest logits, for later epochs and runs; needs
-                     hidden_weight=0. Rows that are drawn anew in each epoch are found again only with keep_order
-    link_rate:       of "distill": learning rate of the added tokens' embeddings; None: ten times that of the weights
-    evaluate:        of "distill": file of held-out rows with answers, read every `evaluate_every` steps
-    store:           of "distill": draw `rows` rows of `passages` neighbouring passages from this store, without
-                     labels. Other rows, too, have a random number of passages, at most this many
-    database:        SQLAlchemy URL of its documents; None: in its directory. Not written down: it may hold a
-                     password
-    link_tokens:     K, after each passage; link_slots: passages that have their own link tokens
-    positions:       of markers: "reordered" or "composite"
-    separate_share:  share of "qa" rows whose passages are encoded separately; the others in standard encoding. All are
-                     where LoRA acts on passages alone
-    mixture:         share of each kind of row; None: as the data has them
-    shuffle_passages: put the passages of "qa" rows in another order each epoch
-    system, question_format, segment_tokens: see EncodingOptions; max_tokens: longest sequence, link tokens not counted;
-                     None: 4,096 or the model's limit
-    steps:           of the optimizer; None: `epochs` of the data
-    minutes:         the run ends after this time, unless its steps end earlier; the learning rate then falls with the
-                     time. The minutes before a run was resumed count
-    batch_tokens, batch_size: tokens and rows of a batch at most; accumulate: batches per step
-    learning_rate:   None: 1e-5, or 2e-4 with LoRA, or 1e-4 for "distill" of all weights
-    warmup:          share of the steps over which the learning rate rises; it falls to 0 linearly after that
-    lora_rank:       0: train all weights; else the rank of LoRA's matrices: the result is an adapter with them
-    lora_on:         tokens that the matrices act on: "all", or with "distill" those of "passages" read apart, so that
-                     the model which reads questions, and all as a single text, stays the one to start from; None:
-                     "passages" with "distill", unless merge is given
-    merge:           with LoRA: the result is the whole model with the matrices in its weights
-    resume:          go on from the last checkpoint in `out`
-    device:          "auto" (see `load_lm`), "cuda", "cpu", ...
-    dtype:           of the weights while training; save_dtype: of the saved ones; None: as the model was saved
-    precision:       of the passes: "float32" or "bfloat16" (mixed precision; weights beside an adapter are bfloat16
-                     themselves); None: bfloat16 on a GPU
-    compile:         the model's layers, on the first batch; None: on a GPU
+    system:          text before everything if a row has no system text; None: the template's own
+    question_format: see `prompt_format`
+    segment_tokens:  of the pieces that a text to be summarised is cut into (100 in the paper)
+    max_tokens:      longest sequence; link tokens and markers are not counted
+    blocks:          chunks at most that a "text" is cut into, of about `segment_tokens` each; 0: it is not cut
     """
 
-    model: str | Path
-    data: tuple[str | Path, ...]
-    out: str | Path
-    reuse: str = "link"
-    objective: str = "labels"
-    recipe: str = "isolated"
-    teacher: str | Path | None = None
-    hidden_weight: float = 0.5
-    damage_weight: float = 0.0
-    keep_logits: str | Path | None = None
-    link_rate: float | None = None
-    evaluate: str | Path | None = None
-    evaluate_every: int = 100
-    store: str | Path | None = None
-    database: str | None = None
-    rows: int = 200
-    passages: int = 8
-    link_tokens: int = 5
-    link_slots: int = 16
-    positions: str = "reordered"
-    separate_share: float = 0.5
-    mixture: Mapping[str, float] | None = None
-    shuffle_passages: bool = True
     system: str | None = None
     question_format: str | None = None
     segment_tokens: int = 100
-    max_tokens: int | None = None
-    steps: int | None = None
-    minutes: float | None = None
-    epochs: float = 1.0
-    batch_tokens: int = 8192
-    batch_size: int | None = None
-    accumulate: int = 1
-    learning_rate: float | None = None
-    warmup: float = 0.03
-    lora_rank: int = 0
-    lora_alpha: int | None = None
-    lora_on: str | None = None
-    merge: bool = False
-    checkpointing: bool = False
-    seed: int = 0
-    save_every: int = 500
-    keep_checkpoints: int = 2
-    log_every: int = 10
-    resume: bool = False
-    device: str = "auto"
-    dtype: str = "float32"
-    save_dtype: str | None = None
-    precision: str | None = None
-    compile: bool | None = None
+    max_tokens: int = 4096
+    blocks: int = 0
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """Sizes and mixture of the batches.
+
+    tokens:         of a batch at most (a single long row may exceed it)
+    rows:           of a batch at most; None: as many as fit
+    separate_share: share of the rows encoded separately, of the rows that may be encoded either way
+    mixture:        share of each kind of row in an epoch; None: as the data has them
+    most:           passages of a row at most, if rows vary from epoch to epoch (`vary`); None: they do not vary
+
+    Raises ConfigError for numbers out of range.
+    """
+
+    tokens: int = 8192
+    rows: int | None = None
+    separate_share: float = 0.5
+    mixture: Mapping[str, float] | None = None
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or (self.rows is not None and self.rows < 1):
+            raise ConfigError(f"batch_tokens is {self.tokens} and batch_size {self.rows}; both must be at least 1")
+        if not 0 <= self.separate_share <= 1:
+            raise ConfigError(f"separate_share is {self.separate_share}; it must lie in 0..1")
+        shares = list((self.mixture or {"": 1.0}).values())
+        if min(shares) < 0 or sum(shares) <= 0:
+            raise ConfigError(f"mixture is {self.mixture}; shares must be at least 0 and one of them more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Options of a training run. Each field's help text describes it; further details:
+
+    model:           an adapter is trained further by LoRA
+    data:            files of JSON lines (ragcache_train.train_rows); may be empty if a store is given
+    objective:       "distill" learns the divergence from a frozen teacher that reads all passages as a single text,
+                     along every token after them, and the relative error of hidden states there
+    recipe:          how passages are encoded apart
+    teacher:         of the same family and vocabulary; None: the model to start from, unchanged
+    damage_weight:   additional weight of a token whose reading apart hurts an untrained model by as much as the mean;
+                     0: all tokens count alike
+    keep_logits:     needs hidden_weight=0. Rows that are drawn anew in each epoch are found again only without
+                     shuffle_passages
+    store:           `rows` rows of `passages` neighbouring passages are drawn from it, without labels. Other rows, too,
+                     have a random number of passages, at most this many
+    database:        None: in the store's directory. Not written down: it may hold a password
+    separate_share:  the other question rows are read in standard encoding. All are encoded separately where LoRA acts
+                     on passages alone
+    mixture:         share of each kind of row; None: as the data has them
+    shuffle_passages: put the passages of "qa" rows in another order each epoch
+    system, question_format, segment_tokens: see EncodingOptions
+    max_tokens:      None: 4,096 or the model's limit
+    minutes:         the steps may end the run earlier. The minutes before a run was resumed count
+    warmup:          the learning rate falls to 0 linearly after that
+    lora_rank:       the result is an adapter with the matrices
+    lora_on:         "passages": those read apart, so that the model which reads questions, and all as a single text,
+                     stays the model to start from; None: "passages" with "distill", unless merge is given
+    device:          see `load_lm`
+    precision:       bfloat16: mixed precision; weights beside an adapter are bfloat16 themselves
+    """
+
+    model: Annotated[str, option("--model", "Model to start from: bundled name, directory, hub id, or an adapter.")]
+    out: Annotated[Path, option("--out", "Directory of the trained model, its checkpoints and its log.")]
+    data: tuple[str | Path, ...] = ()
+    reuse: Annotated[
+        Literal["link", "markers"],
+        option("--reuse", "KVLink (Block-Attention with --link-tokens 0) or TurboRAG."),
+    ] = "link"
+    recipe: Annotated[
+        Literal["isolated", "prefix", "primer"],
+        option("--recipe", "What passages are read after: nothing, the prefix or a primer."),
+    ] = "isolated"
+    link_tokens: Annotated[int, option("--link-tokens", "K: link tokens after each passage.")] = 5
+    link_slots: Annotated[int, option("--link-slots", "Passages that have link tokens of their own.")] = 16
+    positions: Annotated[Literal["reordered", "composite"], option("--positions", "Of passages between markers.")] = (
+        "reordered"
+    )
+    objective: Annotated[
+        Literal["labels", "distill"],
+        option("--objective", "Learn the answers, or a frozen teacher's full attention over all after the passages."),
+    ] = "labels"
+    teacher: Annotated[
+        str | None, option("--teacher", "Of distill: model to learn from; the one to start from if not given.")
+    ] = None
+    hidden_weight: Annotated[
+        float, option("--hidden-weight", "Of distill: weight of the relative error of hidden states.")
+    ] = 0.5
+    damage_weight: Annotated[
+        float,
+        option("--damage-weight", "Of distill: additional weight of tokens that reading apart hurts most; 0: none."),
+    ] = 0.0
+    keep_logits: Annotated[
+        Path | None,
+        option("--keep-logits", "Of distill: folder of the teacher's likeliest logits, for later epochs and runs."),
+    ] = None
+    link_rate: Annotated[
+        float | None,
+        option("--link-rate", "Of distill: learning rate of added tokens; ten times the other if not given."),
+    ] = None
+    evaluate: Annotated[
+        Path | None, option("--evaluate", "Of distill: held-out rows in --data's form, for evaluation.jsonl in --out.")
+    ] = None
+    evaluate_every: Annotated[int, option("--evaluate-every", "Steps between evaluations.")] = 100
+    store: Annotated[
+        Path | None,
+        option("--store", "Of distill: draw rows from this store's passages.", environment=False),
+    ] = None
+    database: Annotated[
+        str | None,
+        option("--database", "SQLAlchemy URL of that store's documents.", environment=False),
+    ] = None
+    rows: Annotated[int, option("--rows", "Rows drawn from the store.")] = 200
+    passages: Annotated[int, option("--passages", "Of distill: passages of a row at most.")] = 8
+    separate_share: Annotated[
+        float, option("--separate-share", "Share of question rows whose passages are encoded separately.")
+    ] = 0.5
+    mixture: Mapping[str, float] | None = None
+    shuffle_passages: bool = True
+    system: Annotated[str | None, option("--system", "System prompt of rows that have none.")] = None
+    question_format: Annotated[str | None, option("--question-format", "Text around {question}.")] = None
+    segment_tokens: Annotated[int, option("--segment-tokens", "Size of the pieces of a text to be summarised.")] = 100
+    max_tokens: Annotated[
+        int | None, option("--max-length", "Longest sequence in tokens, link tokens not counted; 4096 if not given.")
+    ] = None
+    epochs: Annotated[float, option("--epochs", "Passes over the data.")] = 1.0
+    steps: Annotated[int | None, option("--steps", "Steps of the optimizer, in place of --epochs.")] = None
+    minutes: Annotated[
+        float | None, option("--minutes", "End after so many; the learning rate falls with the time then.")
+    ] = None
+    batch_tokens: Annotated[int, option("--batch-tokens", "Tokens of a batch at most.")] = 8192
+    batch_size: Annotated[int | None, option("--batch-size", "Rows of a batch at most.")] = None
+    accumulate: Annotated[int, option("--accumulate", "Batches of one step.")] = 1
+    learning_rate: Annotated[
+        float | None, option("--learning-rate", "1e-5 if not given, 1e-4 with distill, 2e-4 with LoRA.")
+    ] = None
+    warmup: Annotated[float, option("--warmup", "Share of the steps over which the learning rate rises.")] = 0.03
+    lora_rank: Annotated[int, option("--lora-rank", "Rank of LoRA's matrices; 0 trains all weights.")] = 0
+    lora_alpha: Annotated[float | None, option("--lora-alpha", "Scale of LoRA; twice the rank if not given.")] = None
+    lora_on: Annotated[
+        Literal["all", "passages"] | None,
+        option("--lora-on", "Tokens that LoRA acts on; with distill passages', all others if not given."),
+    ] = None
+    merge: Annotated[bool, option("--merge", "With LoRA: write the whole model, in place of an adapter.")] = False
+    checkpointing: Annotated[bool, option("--checkpointing", "Compute activations twice to save memory.")] = False
+    seed: Annotated[int, option("--seed", "Of new rows, order and batches.")] = 0
+    device: Annotated[str, option("--device", "auto, cuda, xpu, mps or cpu.")] = "auto"
+    dtype: Annotated[str, option("--dtype", "Of the weights while training.")] = "float32"
+    precision: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        option("--precision", "Of the passes; bfloat16 on a GPU, else float32, if not given."),
+    ] = None
+    compile: Annotated[
+        bool | None, option("--compile/--no-compile", "Compile the model's layers; on a GPU, if not given.")
+    ] = None
+    save_dtype: Annotated[str | None, option("--save-dtype", "Of the saved weights; as before if not given.")] = None
+    save_every: Annotated[int, option("--save-every", "Steps between checkpoints.")] = 500
+    keep_checkpoints: Annotated[int, option("--keep-checkpoints", "Checkpoints that are kept.")] = 2
+    log_every: Annotated[int, option("--log-every", "Steps between lines of the log.")] = 10
+    resume: Annotated[bool, option("--resume", "Go on from the last checkpoint in --out.")] = False
 
     def __post_init__(self) -> None:
         """Raise ConfigError naming the option that is out of range."""
+        from ragcache.models.load import DTYPES  # imports torch, and `ragcache --help` loads this file
+
         self.batches()
         self._check_distill()
         check_least("steps", 1 if self.steps is None else self.steps, 1)

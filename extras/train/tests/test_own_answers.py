@@ -13,8 +13,8 @@ import ragcache as rc
 from ragcache.errors import ConfigError, DatabaseMismatchError
 from ragcache.prompt import encode_text, prompt_format
 from ragcache_train.own_answers import FILE, QUESTIONS, OwnAnswers
-from ragcache_train.row_encoder import EncodingOptions, passage_text
-from ragcache_train.train_options import TrainOptions
+from ragcache_train.row_encoder import passage_text
+from ragcache_train.train_options import EncodingOptions, TrainOptions
 from ragcache_train.train_rows import Asked, BadLine, DataRow, parse_line, read_rows, store_rows
 from ragcache_train.trainer import train
 
@@ -164,7 +164,7 @@ def test_rows_of_a_store_whose_documents_are_in_another_database(open_kb, base, 
         store_rows(tmp_path / "kb", rows=1, passages=4, seed=0)
     out = tmp_path / "out"
     options = TrainOptions(
-        base, (), out, objective="distill", store=tmp_path / "kb", database=url, steps=1, device="cpu"
+        model=base, out=out, objective="distill", store=tmp_path / "kb", database=url, steps=1, device="cpu"
     )
     assert train(options).rows == 1
     assert "sqlite" not in (out / "training_options.json").read_text(), "a URL may hold a password"
@@ -175,8 +175,8 @@ def test_rows_of_a_store_whose_documents_are_in_another_database(open_kb, base, 
 @pytest.mark.slow
 def test_a_run_over_a_store_needs_no_data_and_resumes_with_the_same_rows(base, store, tmp_path):
     options = TrainOptions(
-        base, (), tmp_path / "out", objective="distill", store=store, rows=3, passages=3, batch_tokens=900, steps=2,
-        device="cpu",
+        model=base, out=tmp_path / "out", objective="distill", store=store, rows=3, passages=3, batch_tokens=900,
+        steps=2, device="cpu",
     )  # fmt: skip
     report = train(options)
     assert (report.rows, report.steps) == (3, 2)
@@ -192,7 +192,14 @@ def test_data_and_a_store_go_together(base, store, tmp_path):
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps({"type": "qa", "passages": list(PASSAGES), "question": "Who?"}) + "\n")
     options = TrainOptions(
-        base, (data,), tmp_path / "out", objective="distill", store=store, rows=2, passages=2, device="cpu"
+        model=base,
+        data=(data,),
+        out=tmp_path / "out",
+        objective="distill",
+        store=store,
+        rows=2,
+        passages=2,
+        device="cpu",
     )
     assert train(replace(options, steps=1, batch_tokens=900)).rows == 3
     assert len(read_rows([data], unlabelled=True)[0]) == 1

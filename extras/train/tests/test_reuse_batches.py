@@ -8,7 +8,8 @@ from torch.utils.data import DataLoader
 
 from ragcache.errors import ConfigError
 from ragcache.models.trained_tokens import TrainedTokens
-from ragcache_train.train_batches import Ask, BatchOptions, BatchPlan, Draw, DrawnRows, EncodedRow, collate, lay_out
+from ragcache_train.train_batches import Ask, BatchPlan, Draw, DrawnRows, EncodedRow, collate, lay_out
+from ragcache_train.train_options import BatchOptions
 
 LINK = TrainedTokens("link", "isolated", 2, 16, 500, 600, 601)
 

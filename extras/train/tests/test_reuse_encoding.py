@@ -9,7 +9,8 @@ from ragcache.errors import ConfigError
 from ragcache.ingest.chunker import Chunker
 from ragcache.models.hub import resolve
 from ragcache.prompt import encode_text, prompt_format
-from ragcache_train.row_encoder import EncodingOptions, RowEncoder
+from ragcache_train.row_encoder import RowEncoder
+from ragcache_train.train_options import EncodingOptions
 from ragcache_train.train_rows import Asked, BadLine, ChatMessage, DataRow
 
 CHATML = (

@@ -17,7 +17,7 @@ from ragcache import Answer, Done, Reasoning, Sources, Token, ToolCall
 from ragcache.engine.answer import Event
 from ragcache.engine.options import CachePoint
 from ragcache.models.thoughts import thinking_of
-from ragcache.server.answers import Call, sources_of, turns
+from ragcache.server.answers import sources_of, turns
 from ragcache.server.body import JsonRoute
 from ragcache.server.chat import EXPLAINS, Writer, call_of, respond
 from ragcache.server.chat_types import ChatExtension
@@ -85,12 +85,8 @@ async def count_tokens(request: Request, service: ServiceParam, asked: bodies.Co
     service.retrieves(asked.model)
     chat = asked.as_chat(thinks=_thinks(service))
     call = await call_of(service, chat, service.settings.answers, retrieves=False)
-    count = partial(_count, service, call)
+    count = partial(service.kb.count_chat, call.messages, **call.options)
     return bodies.TokenTotal(input_tokens=await service.compute(request, count))
-
-
-def _count(service: Service, call: Call) -> int:
-    return service.kb.count_chat(call.messages, **call.options)
 
 
 def _thinks(service: Service) -> bool:

@@ -18,27 +18,22 @@ router = APIRouter(route_class=AnyTypeRoute)
 
 @router.post("/embed", summary="Embed texts", responses=failures(400, 404, 413, 503, 504))
 async def embed_texts(request: Request, asked: EmbedRequest) -> Embeddings:
-    started = time.perf_counter()
-    vectors, tokens = await embedded(request, asked)
+    started, service = time.perf_counter(), service_of(request)
+    name = served_name(service, asked.model)
+    lists, tokens = list[list[float]](), 0
+    if asked.input:
+        # An empty text gets the vector of a blank, since embedders take no empty text.
+        inputs = [text or " " for text in ([asked.input] if isinstance(asked.input, str) else asked.input)]
+        truncate = asked.truncate is not False
+        told = checked(EmbeddingRequest, model=name, input=inputs, dimensions=asked.dimensions, truncate=truncate)
+        vectors, tokens = await embed(request, told)
+        lists = await service.in_thread(vectors.tolist)
+    else:  # by such a request Ollama loads the model
+        service.check_model(name, service.embedding_model)
     return Embeddings(
         model=asked.model,
-        embeddings=vectors,
+        embeddings=lists,
         total_duration=int((time.perf_counter() - started) * NS),
         load_duration=0,
         prompt_eval_count=tokens,
     )
-
-
-async def embedded(request: Request, asked: EmbedRequest) -> tuple[list[list[float]], int]:
-    """Return the vectors of the texts, and the number of tokens read. Raises ApiError."""
-    service = service_of(request)
-    name = served_name(service, asked.model)
-    if not asked.input:  # by such a request Ollama loads the model
-        service.check_model(name, service.embedding_model)
-        return [], 0
-    # An empty text gets the vector of a blank, since embedders take no empty text.
-    inputs = [text or " " for text in ([asked.input] if isinstance(asked.input, str) else asked.input)]
-    truncate = asked.truncate is not False
-    told = checked(EmbeddingRequest, model=name, input=inputs, dimensions=asked.dimensions, truncate=truncate)
-    vectors, tokens = await embed(request, told)
-    return await service.in_thread(vectors.tolist), tokens
