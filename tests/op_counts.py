@@ -32,22 +32,10 @@ from ragcache_vllm.plan import Load, Stretch
 PAGE_TOKENS = 16  # vLLM's on CUDA
 
 # They make views or ask for shapes: no bytes move.
-FREE = frozenset(
-    {
-        "_unsafe_view",
-        "alias",
-        "as_strided",
-        "chunk",
-        "detach",
-        "expand",
-        "lift_fresh",
-        "permute",
-        "select",
-        "slice",
-        "split",
-    }
-    | {"squeeze", "t", "transpose", "unsqueeze", "view"}
-)
+FREE = frozenset({
+    "_unsafe_view", "alias", "as_strided", "chunk", "detach", "expand", "lift_fresh", "permute", "select", "slice",
+    "split", "squeeze", "t", "transpose", "unsqueeze", "view",
+})  # fmt: skip
 
 
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
