@@ -5,6 +5,15 @@ import pytest
 from ragcache.models.card import ModelCard, eos_token_ids
 from ragcache.models.sampler import Sampler
 
+PLACE = {"type": "object", "properties": {"name": {"enum": ["Kelbrook", "Arno"]}}, "required": ["name"]}
+SEARCH = {"type": "function", "function": {"name": "search", "description": "Finds texts.", "parameters": PLACE}}
+CALL = '<tool_call>\n{"name": "search", "arguments": {"name": "Arno"}}\n</tool_call>'
+CLOCK_CALL = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+BROKEN = '<tool_call>\n{"name": "search", "arguments": {"name": }}\n</tool_call>'
+THINKS = "{# <think> #}{{ '(quiet)' if enable_thinking == false }}{{ reasoning_effort }}{{ messages[-1].content }}"
+"""A template whose model thinks: what it is told of that, and the last message."""
+THOUGHT = "<think>\nWho is it?\n</think>\n\nJonas."
+
 
 def script(monkeypatch: pytest.MonkeyPatch, card: ModelCard, *answers: str) -> None:
     """The model's next answers, one after another, each with its end. A form that forbids a word still does."""

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import httpx2
@@ -89,19 +90,35 @@ class Caller:
 def serving(kb: rc.RagCache, settings: ServerSettings | None = None, *, web: bool = False) -> Iterator[Served]:
     settings = settings or ServerSettings(drain_s=5)
     app = create_app(kb, settings, web=web)
-    server = Server(app, drain_s=settings.drain_s)
-    with listen("127.0.0.1", 0) as bound:
-        url = url_of(bound)
+    with (
+        running(app, settings.drain_s) as (url, server),
+        httpx.Client(base_url=url, timeout=60, trust_env=False) as http,
+    ):
+        yield Served(url, app, server, http)
+
+
+@contextmanager
+def running(app: Any, drain_s: float, port: int = 0) -> Iterator[tuple[str, Server]]:
+    """Serve the application in a thread, at a free loopback port or at `port`."""
+    server = Server(app, drain_s=drain_s)
+    with listen("127.0.0.1", port) as bound:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
         thread.start()
         try:
             wait_for(lambda: server.started)
-            with httpx.Client(base_url=url, timeout=60, trust_env=False) as http:
-                yield Served(url, app, server, http)
+            yield url_of(bound), server
         finally:
             server.drain()
             thread.join(60)
             assert not thread.is_alive(), stacks()
+
+
+def half_open(served: Served, data: bytes = b"GET /healthz HT") -> socket.socket:
+    """A connection on which a request has begun."""
+    host, port = served.url.removeprefix("http://").split(":")
+    client = socket.create_connection((host, int(port)), timeout=20)
+    client.sendall(data)
+    return client
 
 
 def send(

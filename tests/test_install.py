@@ -26,18 +26,6 @@ def tracked() -> list[Path]:
     return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
 
 
-OTHER = "ragcache"  # apart from the rest: this file is searched, too
-ASKED_FOR = [f"pip install {OTHER}[server]", f"pip install -U {OTHER}\n", f"'{OTHER}[eval]'", f"needs {OTHER}[offline]"]
-
-
-OWN_NAMES = ['pip install "ragcache-kv[server]"', 'answer.ragcache["x"]', "ragcache-kv[train]"]
-
-
-@pytest.mark.parametrize("text", [*ASKED_FOR, *OWN_NAMES])
-def test_the_other_projects_name_is_found_in_commands_and_requirements(text):
-    assert bool(STRANGER.search(text)) == (text in ASKED_FOR)
-
-
 def test_no_file_asks_for_the_other_projects_distribution():
     found = []
     for path in tracked():

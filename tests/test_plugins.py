@@ -56,13 +56,6 @@ def test_a_plug_in_is_imported_at_its_first_use(distribution):
     assert next(iter(found)) == "own"
 
 
-def test_the_order_is_that_of_the_entries_whichever_is_used_first(distribution):
-    distribution("good-plugs", {"one": "plug_good:ONE", "two": "plug_good:TWO"}, plug_good="ONE, TWO = 1, 2\n")
-    found = Registry[int](GROUP, {"own": 0})
-    assert found["two"] == 2
-    assert list(found) == ["own", "one", "two"]
-
-
 def test_a_name_of_ones_own_stays(distribution):
     distribution("good-plugs", {"own": "plug_good:ONE"}, plug_good="ONE = 1\n")
     found = Registry(GROUP, {"own": 0, "other": 2})

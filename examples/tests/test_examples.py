@@ -1,6 +1,5 @@
 """The examples run from any folder, and print right figures; their page names all of them."""
 
-import json
 import os
 import re
 import runpy
@@ -49,23 +48,10 @@ def test_quickstart(tmp_path):
     assert second.startswith(f"0 added, {added} unchanged; 0 tokens read\n")
     for said in (first, second):
         assert said.splitlines()[1] == "Petra Elley now lives in East Thornbury, which lies on the Wild Sema."
-        check_figures(said)
+        computed, prompt = map(int, re.search(r"^(\d+) of (\d+) prompt tokens", said, re.M).groups())
+        assert 4 * 5 < computed < prompt / 2  # five link tokens a passage, the question; not the passages
     assert re.findall(r"KV from (\w+)", first) == ["memory"] * 4
     assert re.findall(r"KV from (\w+)", second) == ["disk"] * 4
-
-
-def check_figures(said: str) -> None:
-    scores = [float(score) for score in re.findall(r"^  (\d\.\d\d) .* \(KV from", said, re.M)]
-    assert len(scores) == 4
-    assert scores == sorted(scores, reverse=True)
-    computed, prompt = (int(figure) for figure in re.search(r"^(\d+) of (\d+) prompt tokens", said, re.M).groups())
-    assert 4 * 5 < computed < prompt / 2  # five link tokens a passage, the question; not the passages
-    seconds = {
-        name: float(figure)
-        for name, figure in re.findall(r"(after|search|blocks|placing|question) (\d+\.\d{3}) s", said)
-    }
-    assert len(seconds) == 5
-    assert 0 < sum(seconds.values()) - seconds["after"] <= seconds["after"] + 0.005  # each is rounded
 
 
 @pytest.mark.slow
@@ -120,8 +106,3 @@ def test_every_example_is_listed():
     assert {target for _, target in listed} == there
     for target in re.findall(r"\]\(([^)#\s]+)", page):
         assert "://" in target or (EXAMPLES / target).exists(), target
-
-
-def test_every_question_of_the_corpus_names_files_of_it():
-    for line in (EXAMPLES / "corpus_questions.jsonl").read_text(encoding="utf-8").splitlines():
-        assert all((EXAMPLES / "corpus" / source).is_file() for source in json.loads(line)["sources"])

@@ -11,8 +11,6 @@ from jupyter_client.manager import AsyncKernelManager
 from kit.makers import made_by
 from nbclient import NotebookClient
 
-import ragcache as rc
-
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = ROOT / "examples" / "notebooks"
 KERNEL = "python3"
@@ -83,36 +81,20 @@ def test_it_is_stored_clean(path):
 
 
 @pytest.mark.slow
-def test_a_block_is_what_the_model_says(fused_prefill):
-    fused_prefill.check_whole()
-    found = re.search(r"(\d+) tokens: prefix (\d+), 8 passages, suffix (\d+)", fused_prefill.printed("block"))
-    total, prefix, suffix = (int(figure) for figure in found.groups())
-    assert prefix + suffix < total < 1000
-    shape = rc.load_lm("mini").shape
-    layers, heads, tokens, width = re.search(r"\((\d+), (\d+), (\d+), (\d+)\)", fused_prefill.printed("block")).groups()
-    assert (int(layers), int(heads), int(width)) == (shape.num_layers, *shape.layers[0][:2])
-    assert 0 < int(tokens) < total
-    num_kv_heads, key_dim, value_dim = shape.layers[0]
-    floats = shape.num_layers * num_kv_heads * (key_dim + value_dim)
-    assert f"bytes a token: {4 * floats}\n" in fused_prefill.printed("block")
-    assert float(re.search(r"differ by (\S+)", fused_prefill.printed("any-rank"))[1]) < 1e-4
-
-
-@pytest.mark.slow
 def test_computed_tokens_are_suffix_and_links(fused_prefill):
+    fused_prefill.check_whole()
+    assert fused_prefill.has_picture("chart")
     total, suffix = (
         int(re.search(pattern, fused_prefill.printed("block"))[1]) for pattern in (r"^(\d+) tokens", r"suffix (\d+)")
     )
-    rows = re.findall(r"^(\w+) +(\d+) +(\d+) +(\S+)  '(.*)'$", fused_prefill.printed("fuse"), re.M)
-    computed = {method: (int(ran), int(of)) for method, ran, of, _, _ in rows}
+    rows = re.findall(r"^(\w+) +(\d+) +(\d+) +\S+  '.*'$", fused_prefill.printed("fuse"), re.M)
+    computed = {method: (int(ran), int(of)) for method, ran, of in rows}
     assert computed["full"] == (total, total)
     assert computed["reposition"] == (suffix, total)
     links = K * LINK_TOKENS + 1  # and the one that says that no passage follows
     ran, of = computed["link"]
     assert ran == suffix + links
     assert of >= total + links  # one more says where passages begin; it is kept with the prefix
-    assert {float(kl) < 0.05 for *_, kl, _ in rows} == {True}
-    assert len({token for *_, token in rows}) == 1
 
 
 @pytest.mark.slow
@@ -124,27 +106,6 @@ def test_passages_read_apart_drift_and_links_repair_it(fused_prefill):
     assert int(right["reposition"]) < 3
 
 
-@pytest.mark.slow
-def test_phases_are_timed_and_drawn(fused_prefill):
-    rows = re.findall(
-        r"^(\w+) .*retrieve +(\S+) ms.*prefill +(\S+) ms.*\((\d+) of (\d+)", fused_prefill.printed("time"), re.M
-    )
-    ran = {method: int(tokens) / int(of) for method, _, _, tokens, of in rows}
-    assert ran["full"] == 1
-    assert ran["reposition"] < 0.1
-    assert ran["link"] < 0.25
-    assert all(float(ms) > 0 for _, retrieve, prefill, *_ in rows for ms in (retrieve, prefill))
-    assert fused_prefill.has_picture("chart")
-
-
-@pytest.mark.slow
-def test_the_next_process_reads_blocks_from_disk(fused_prefill):
-    first, second, third = fused_prefill.printed("tiers").splitlines()
-    assert first == "Petra Elley now lives in East Thornbury, which lies on the Wild Sema. KV from disk"
-    assert second == first.replace("disk", "memory")
-    assert third == first.replace("disk", "shared")
-
-
 def table(printed: str) -> dict[str, tuple[int, int, float]]:
     """Return a table's cells by method: right, same as full prefill, share computed."""
     rows = re.findall(r"^(\w+) +(\d+)/8 +(\d+)/8 +(\d+)%$", printed, re.M)
@@ -154,8 +115,7 @@ def table(printed: str) -> dict[str, tuple[int, int, float]]:
 @pytest.mark.slow
 def test_methods_are_compared(choosing):
     choosing.check_whole()
-    listed = re.findall(r"^(\w+) +(?:none|needed) ", choosing.printed("methods"), re.M)
-    assert listed == list(rc.METHODS)
+
     plain, leaning = table(choosing.printed("plain")), table(choosing.printed("leaning"))
     assert list(plain) == list(leaning)
     for rows in (plain, leaning):
@@ -168,14 +128,3 @@ def test_methods_are_compared(choosing):
     assert leaning["link"][0] >= 7
     assert leaning["epic"][0] >= 7
     assert choosing.has_picture("chart")
-
-
-@pytest.mark.slow
-def test_auto_takes_the_cheapest_that_the_check_passed(choosing):
-    rows = re.findall(r"^(\w+) +KL (\S+), (\d+)% computed, (safe|not safe)", choosing.printed("check"), re.M)
-    assert {method for method, *_ in rows} == {"reposition", "link", "epic"}
-    safe = [(int(share), method) for method, _, share, verdict in rows if verdict == "safe"]
-    assert safe
-    taken = re.match(r"auto took (\w+) -> (.+)", choosing.printed("auto"))
-    assert taken[1] == min(safe)[1]
-    assert len(taken[2]) > 10

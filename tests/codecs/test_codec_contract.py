@@ -29,7 +29,6 @@ from torch import Tensor
 
 from ragcache.codecs import CODECS, Codec, get_codec
 from ragcache.codecs.block_file import codec_of, read_block, write_block
-from ragcache.codecs.layered import EncodedBlock
 from ragcache.errors import DamagedBlockError, UnencodableBlockError
 from ragcache.kv.block import KVBlock, MixedBlock, empty_block, example_block
 from ragcache.kv.block_key import Recipe
@@ -541,16 +540,6 @@ def test_integers_are_kivis(
         at_half = np.abs(np.abs(numbers - expected) - steps / 2) <= 1e-3 * steps
         assert np.all((off <= ulp) | (at_half & (off <= steps * 1.001 + ulp)))
         assert np.all(np.abs(got.double().numpy() - numbers) <= steps * 0.5003 + ulp)
-
-
-@pytest.mark.parametrize(("name", "limit"), [("int8", 0.52), ("int4", 0.29)])
-@pytest.mark.parametrize("num_tokens", [256, 257, 300, 500])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_sizes_against_bfloat16(name: str, limit: float, num_tokens: int, head_dim: int) -> None:
-    block = block_of(num_tokens, head_dim, torch.bfloat16)
-    encoded = get_codec(name).decode(get_codec(name).encode(block))
-    assert isinstance(encoded, EncodedBlock)
-    assert encoded.num_bytes <= limit * block.num_bytes
 
 
 def test_large_numbers_are_kept_in_float16_blocks() -> None:

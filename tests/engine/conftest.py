@@ -1,5 +1,3 @@
-import time
-
 import pytest
 from engine_texts import TEXTS
 from plain_oracle import plain_transformers
@@ -19,10 +17,3 @@ def kb(open_kb) -> rc.RagCache:
 def oracle(lm):
     """Plain transformers: the model and its tokenizer."""
     return plain_transformers(lm.name)
-
-
-@pytest.fixture
-def slow_model(lm):
-    """Every pass takes at least 20 ms: long enough for a loop to be seen going on, and for askers to meet."""
-    with lm.model.get_input_embeddings().register_forward_hook(lambda *_: time.sleep(0.02)):
-        yield

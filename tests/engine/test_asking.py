@@ -123,8 +123,10 @@ def test_a_chat_template_is_split_around_the_context(open_kb, tmp_path):
 
 @pytest.mark.parametrize("method", ["full", "reposition"])
 def test_log_probabilities_are_those_of_a_plain_forward(kb, oracle, method):
+    """Whatever the temperature and the penalties."""
     model, tokenizer = oracle
-    answer = kb.ask(QUESTIONS[0], k=2, method=method, sampling=rc.Sampling(8, logprobs=2, frequency_penalty=0.5))
+    sampling = rc.Sampling(8, temperature=1.5, seed=4, top_k=5, logprobs=2, frequency_penalty=0.5)
+    answer = kb.ask(QUESTIONS[0], k=2, method=method, sampling=sampling)
     ids = [one.id for one in answer.logprobs]
     assert len(ids) == answer.usage.completion_tokens == 8
     assert answer.text == tokenizer.decode(ids)

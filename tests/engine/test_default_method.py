@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 from blocks import same
-from kit.makers import tiny_directory
-from tiny_model import LINK, save_tiny_llama
+from kit.makers import tiny_directory, tiny_lm
+from tiny_model import LINK
 
 import ragcache as rc
 from integrations.remote.tests.vllm_double import VllmDouble, serving
@@ -73,20 +73,20 @@ def test_passages_read_behind_neighbours_are_read_by_epic(open_kb, tmp_path):
 
 
 SHORT_CHUNKS = rc.ChunkerConfig(max_tokens=16, min_tokens=1)
-TEXTS = [
-    "Rex barks at night in Kelbrook. " * 6,
-    "Fido sleeps under the old bridge. " * 6,
-    "Bello swims across a cold lake. " * 6,
-    "Argos waits beside his empty gate. " * 6,
-]
+TEXTS = {
+    "d0": "Rex barks at night in Kelbrook. " * 6,
+    "d1": "Fido sleeps under the old bridge. " * 6,
+    "d2": "Bello swims across a cold lake. " * 6,
+    "d3": "Argos waits beside his empty gate. " * 6,
+}
+long_lm = tiny_lm(positions=4096)
 
 
-def test_a_shared_stores_company_is_of_the_same_document(open_kb, tmp_path):
+def test_a_shared_stores_company_is_of_the_same_document(open_kb, tmp_path, long_lm):
     """However similar another document is, and whoever opens the store later."""
-    lm = rc.load_lm(save_tiny_llama(tmp_path / "long", positions=4096))
+    options = {"model": long_lm, "method": None, "chunker": SHORT_CHUNKS, "texts": TEXTS}
     for store in (rc.StoreConfig(is_shared=True), rc.StoreConfig()):
-        with open_kb(tmp_path / "new", model=lm, method=None, store=store, chunker=SHORT_CHUNKS) as kb:
-            kb.ingest([rc.Document(f"d{number}", text) for number, text in enumerate(TEXTS)])
+        with open_kb(tmp_path / "new", store=store, **options) as kb:
             by_document = [kb.chunks_of(one.id) for one in kb.documents()]
             assert (kb.info().neighbours, kb.info().neighbours_from) == (2, "document")
             for chunks in by_document:
@@ -96,21 +96,19 @@ def test_a_shared_stores_company_is_of_the_same_document(open_kb, tmp_path):
                 assert len(ids) > 2
 
 
-def test_a_new_store_of_an_untrained_model_encodes_passages_in_company(open_kb, tmp_path):
+def test_a_new_store_of_an_untrained_model_encodes_passages_in_company(open_kb, tmp_path, long_lm):
     """Behind the shortest primer and two neighbours, whoever opens it later; against blocks made by hand."""
-    lm = rc.load_lm(save_tiny_llama(tmp_path / "long", positions=4096))
-    with open_kb(tmp_path / "new", model=lm, method=None) as kb:
-        kb.ingest([rc.Document(f"d{number}", text) for number, text in enumerate(TEXTS)])
+    with open_kb(tmp_path / "new", model=long_lm, method=None, texts=TEXTS) as kb:
         found = kb.info()
-        chunks = kb.store.documents.chunks([f"d{number}#0" for number in range(len(TEXTS))])
+        chunks = kb.store.documents.chunks([f"{id}#0" for id in TEXTS])
     assert (found.neighbours, found.neighbours_from, found.pending) == (2, "similarity", 0)
-    assert found.primer_tokens == len(lm.recipe(rc.Recipe("primer", primer="64")).primer_ids)
-    with open_kb(tmp_path / "new", model=lm, method="reposition") as kb:  # as it was made
+    assert found.primer_tokens == len(long_lm.recipe(rc.Recipe("primer", primer="64")).primer_ids)
+    with open_kb(tmp_path / "new", model=long_lm, method="reposition") as kb:  # as it was made
         assert kb.info().neighbours == 2
         (hit,) = kb.retrieve("Where does Rex bark?", 1)
         near = kb._parts.block_keys.with_neighbours([hit.chunk])[0].neighbours
         recipe = rc.Recipe("primer", primer=PRIMERS["64"], neighbours=2)
-        (own,) = lm.encode([hit.chunk.token_ids], recipe, kb._parts.block_keys.prefix_ids, neighbours=[near])
+        (own,) = long_lm.encode([hit.chunk.token_ids], recipe, kb._parts.block_keys.prefix_ids, neighbours=[near])
         assert {tuple(one) for one in near} <= {tuple(one.token_ids) for one in chunks} - {tuple(hit.chunk.token_ids)}
         assert len(near) == 2
         stored = kb.store.kv.get(hit.chunk.handle)
@@ -119,19 +117,18 @@ def test_a_new_store_of_an_untrained_model_encodes_passages_in_company(open_kb, 
 
 
 @pytest.mark.parametrize(("recipe", "neighbours"), [("primer", 2), ("prefix", 0)])
-def test_a_model_trained_behind_a_primer_reads_in_company_too(open_kb, tmp_path, recipe, neighbours):
-    lm = rc.load_lm(save_tiny_llama(tmp_path / "long", positions=4096))
-    lm.reuse = TrainedTokens("reposition", recipe=recipe)
-    with open_kb(tmp_path / "new", model=lm, method=None) as kb:
-        kb.ingest([rc.Document(f"d{number}", text) for number, text in enumerate(TEXTS)])
+def test_a_model_trained_behind_a_primer_reads_in_company_too(
+    open_kb, tmp_path, long_lm, recipe, neighbours, monkeypatch
+):
+    monkeypatch.setattr(long_lm, "reuse", TrainedTokens("reposition", recipe=recipe))
+    with open_kb(tmp_path / "new", model=long_lm, method=None, texts=TEXTS) as kb:
         assert kb.info().neighbours == neighbours
         answer = kb.ask("Where does Rex bark?", k=3, sampling=SHORT)
     assert answer.method == "reposition"
     assert {hit.kv for hit in answer.hits} <= {"disk", "memory"}
 
 
-def test_who_asks_for_something_else_gets_that(open_kb, tmp_path, linked):
-    lm = rc.load_lm(save_tiny_llama(tmp_path / "long", positions=4096))
+def test_who_asks_for_something_else_gets_that(open_kb, tmp_path, linked, long_lm):
     asked = [
         {"store": rc.StoreConfig(neighbours=0)},
         {"recipe": "isolated"},
@@ -140,12 +137,13 @@ def test_who_asks_for_something_else_gets_that(open_kb, tmp_path, linked):
         {"model": rc.load_lm(str(linked), dtype="float32")},
     ]
     for number, options in enumerate(asked):
-        with open_kb(tmp_path / str(number), **{"model": lm, "method": None, **options}) as kb:
+        options = {"model": long_lm, "method": None, **options}
+        with open_kb(tmp_path / str(number), **options) as kb:
             assert (kb.info().neighbours, kb.info().primer_tokens) == (0, 0), options
         if number < 3:  # what is not empty stays as it was made
-            with open_kb(tmp_path / str(number), **{"model": lm, "method": None, **options}) as kb:
-                kb.precompute([rc.Document("d", TEXTS[0])])
-            with open_kb(tmp_path / str(number), model=lm, method=None) as kb:
+            with open_kb(tmp_path / str(number), **options) as kb:
+                kb.precompute([rc.Document("d", TEXTS["d0"])])
+            with open_kb(tmp_path / str(number), model=long_lm, method=None) as kb:
                 assert kb.info().neighbours == 0, options
 
 

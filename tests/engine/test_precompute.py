@@ -172,9 +172,10 @@ def test_metadata_that_are_no_json_are_kept_as_text(kb):
     assert metadata == {"path": "a/b.pdf", "1": "nan", "bad": "? "}
 
 
-def test_one_text_of_two_documents_has_the_name_that_is_left(kb):
+@pytest.mark.parametrize("other", ["c", "d"])
+def test_one_text_of_two_documents_has_the_name_that_is_left(kb, other):
     kb.precompute([rc.Document("a", MINE[0], {"page": 1}), MINE[1]], collection="c")
-    kb.precompute([rc.Document("b", MINE[0], {"page": 2})], collection="d")
+    kb.precompute([rc.Document("b", MINE[0], {"page": 2})], collection=other)
 
     def pages():
         return [hit.chunk.metadata.get("page") for hit in kb.complete(TEXT, sampling=ONE).hits]
@@ -182,8 +183,10 @@ def test_one_text_of_two_documents_has_the_name_that_is_left(kb):
     assert pages() == [1, None]
     kb.forget("a", collection="c")
     assert pages() == [2, None]
-    kb.precompute([rc.Document("b", MINE[0], {"page": 3})], collection="d")
+    kb.precompute([rc.Document("b", MINE[0], {"page": 3})], collection=other)
     assert pages() == [3, None]
+    kb.forget("b", collection=other)
+    assert has(kb, MINE[0]) == [False]
 
 
 def test_sync_removes_what_is_no_longer_given(kb):

@@ -5,7 +5,7 @@ import json
 import jsonschema
 import pytest
 from kit.makers import module_kb, tiny_lm
-from scripted import script
+from scripted import PLACE, SEARCH, script
 from templates import CHATML
 
 import ragcache as rc
@@ -36,8 +36,6 @@ SAID = {
     "brackets": f"{THOUGHT}[/THINK]{TEXT}",
     "channels": f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant<|channel|>final<|message|>{TEXT}",
 }
-PLACE = {"type": "object", "properties": {"name": {"enum": ["Kelbrook", "Arno"]}}, "required": ["name"]}
-SEARCH = {"type": "function", "function": {"name": "search", "description": "Finds texts.", "parameters": PLACE}}
 LONG = Sampling(max_tokens=300)
 
 

@@ -8,7 +8,7 @@ import pytest
 from families import block_diagonal
 from kit.makers import module_kb, tiny_lm
 from plain_oracle import greedy, plain_transformers
-from scripted import script
+from scripted import CALL, CLOCK_CALL, PLACE, SEARCH, script
 from templates import FAMILIES, TOOL_TEMPLATES, template_tokenizer
 
 import ragcache as rc
@@ -18,8 +18,6 @@ from ragcache.models.sampler import Sampling
 from ragcache.prompt import Shown
 
 CATS = "The cat sat on the mat. It was happy there.\n"
-PLACE = {"type": "object", "properties": {"name": {"enum": ["Kelbrook", "Arno"]}}, "required": ["name"]}
-SEARCH = {"type": "function", "function": {"name": "search", "description": "Finds texts.", "parameters": PLACE}}
 CLOCK = {"type": "function", "function": {"name": "clock", "description": "Says the time."}}
 ODD = {"type": "function", "function": {"name": "odd", "parameters": {"type": "odd"}}}
 ASKED = {"role": "user", "content": "What is there?"}
@@ -32,8 +30,6 @@ CALLED = {
 }
 FOUND = {"role": "tool", "tool_call_id": "abcdefgh1", "content": "A river."}
 TURNS = [ASKED, CALLED, FOUND]
-CALL = '<tool_call>\n{"name": "search", "arguments": {"name": "Arno"}}\n</tool_call>'
-CLOCK_CALL = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
 SHORT = Sampling(max_tokens=8)
 
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from blend_oracle import blended_logits
-from families import assert_same, load_tiny, oracle_logits, random_prompt, save_tiny
+from families import assert_same, load_tiny, oracle_logits, random_prompt
 
 import ragcache as rc
 from ragcache.errors import ConfigError
@@ -103,10 +103,3 @@ def test_no_token_is_reposition_and_all_of_them_are_full_prefill(family, tmp_pat
     none = rc.fuse(lm, prompt, "epic", first_tokens=0)
     assert torch.equal(none.next_logits, rc.fuse(lm, prompt, "reposition").next_logits)
     assert set(none.computed_tokens) == {len(prompt.suffix_ids)}
-
-
-@pytest.mark.parametrize(("prefix", "recipe", "runs"), [(0, "isolated", 0), (5, "prefix", 0), (5, "isolated", 9)])
-def test_a_lone_chunk_runs_where_it_missed_the_prefix(tmp_path, prefix, recipe, runs):
-    lm = rc.load_lm(save_tiny("llama", str(tmp_path)))
-    prompt = random_prompt(52, prefix, chunks=(9,))
-    assert set(rc.fuse(lm, prompt, "epic", recipe=recipe).computed_tokens) == {len(prompt.suffix_ids) + runs}

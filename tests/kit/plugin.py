@@ -1,5 +1,6 @@
 """Fixtures of all tests: the models and the store that most of them read."""
 
+import time
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -47,6 +48,26 @@ def model_directory(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def lm(model_directory) -> rc.LanguageModel:
     return rc.load_lm(model_directory)
+
+
+@pytest.fixture
+def slow_model(lm):
+    """Every pass takes at least 20 ms: long enough for a loop to be seen going on, and for askers to meet."""
+    with lm.model.get_input_embeddings().register_forward_hook(lambda *_: time.sleep(0.02)):
+        yield
+
+
+@pytest.fixture
+def exported(monkeypatch):
+    """Keeps the spans of what a server or an engine does."""
+    memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+
+    exporter, provider = memory.InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr("ragcache.server.tracing.tracer", lambda: provider.get_tracer("ragcache"))
+    return exporter
 
 
 @pytest.fixture

@@ -28,12 +28,7 @@ from ragcache_plan.stated import shape_of
 
 MARKERS = TrainedTokens("markers", doc_start_id=VOCAB, doc_end_id=VOCAB + 1, positions="reordered")
 LINK = TrainedTokens(
-    "link",
-    link_tokens=2,
-    link_slots=4,
-    first_link_id=VOCAB,
-    kv_start_id=VOCAB + 8,
-    kv_end_id=VOCAB + 9,
+    "link", link_tokens=2, link_slots=4, first_link_id=VOCAB, kv_start_id=VOCAB + 8, kv_end_id=VOCAB + 9
 )
 FREE = next(id for id in range(3, 190) if not {id, id + 1} & set(random_prompt(3).ids))
 RESERVED = TrainedTokens("markers", doc_start_id=FREE, doc_end_id=FREE + 1, positions="reordered")

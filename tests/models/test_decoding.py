@@ -185,21 +185,6 @@ def test_min_p_leaves_out_what_is_less_likely_than_its_share_of_the_likeliest():
     assert (drawn.numpy() > 0).tolist() == (shares >= 0.3).tolist()
 
 
-def test_log_probabilities_are_the_models_own(llama):
-    """Whatever the temperature and the penalties: a plain forward's log-softmax."""
-    lm, oracle = llama
-    scores: list = []
-    sampling = Sampling(9, temperature=1.5, seed=2, top_k=5, presence_penalty=1.0, logprobs=3)
-    ids = said(lm, sampling, scores=scores)
-    right = plain_logits(oracle, [*PROMPT.ids, *ids])[PROMPT.num_tokens - 1 : -1].log_softmax(-1)
-    assert len(scores) == len(ids)
-    for row, id, one in zip(right, ids, scores, strict=True):
-        assert one.logprob == pytest.approx(float(row[id]), abs=1e-4)
-        best = row.topk(3)
-        assert [near for near, _ in one.top] == best.indices.tolist()
-        assert [logprob for _, logprob in one.top] == pytest.approx(best.values.tolist(), abs=1e-4)
-
-
 @pytest.mark.parametrize("temperature", [1e-6, 1e-12, 1e-38, 1e-40])
 def test_a_temperature_near_zero_is_greedy(llama, temperature):
     """Logits divided by it overflow; the limit is the likeliest token."""

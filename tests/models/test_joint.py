@@ -216,6 +216,7 @@ def _reads(lm, method):
 
 
 SHARING = ("llama", "gemma2", "gemma3", "gpt_oss", "mixtral", "gpt_neox", "smollm3", "mistral-window", "cohere2")
+SHARING += ("deepseek_v2", "deepseek_v3")
 CONTEXT = 31
 
 

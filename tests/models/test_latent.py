@@ -2,22 +2,12 @@
 
 import pytest
 import torch
-from families import (
-    FAMILIES,
-    assert_same,
-    block_diagonal,
-    causal_logits,
-    ids_of,
-    oracle_logits_of,
-    random_prompt,
-    tiny,
-)
+from families import FAMILIES, assert_same, block_diagonal, causal_logits, ids_of, oracle_logits_of, random_prompt, tiny
 from kit.makers import each
 from transformers import DynamicCache
 
 import ragcache as rc
 from ragcache.kv.cache_shape import LayerShape
-from ragcache.models.batch import ForwardRequest, ScheduledTokens, run_pieces
 from ragcache.models.latent import ABSORBED, absorbed_of
 
 LATENT = ("deepseek_v2", "deepseek_v3")
@@ -53,23 +43,6 @@ def test_decoding_token_by_token_is_one_forward(model):
         seen = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
         seen[: len(allowed), : len(allowed)] = allowed
         assert_same(logits, oracle_logits_of(oracle, ids, seen))
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-def test_joint_passes_and_a_shared_context(model, rows):
-    """Two requests on one context, one on its own, in one pass."""
-    lm, oracle = model
-    shared, texts = ids_of(12, 2), [ids_of(5, seed) for seed in (3, 4, 5)]
-    base, pieces = lm.read(shared), []
-    for number, text in enumerate(texts):
-        before = [] if number == 2 else shared
-        cache, start = lm.new_cache(16, base=base if before else None), len(text) - rows
-        lm.run(text[:start], len(before), cache)
-        positions = torch.arange(len(before) + start, len(before) + len(text))
-        run = ForwardRequest(torch.tensor(text[start:]), positions, cache, ordered=True)
-        pieces.append(ScheduledTokens.next(run, rows))
-    for number, logits in enumerate(run_pieces(lm.model, pieces)):
-        assert_same(logits, causal_logits(oracle, [*([] if number == 2 else shared), *texts[number]]))
 
 
 def parts_of(lm):

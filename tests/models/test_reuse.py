@@ -26,14 +26,6 @@ def test_a_section_survives_a_configuration_on_disk(tmp_path):
     assert TrainedTokens.of(LlamaConfig.from_pretrained(tmp_path)) == spec
 
 
-def test_a_section_says_nothing_of_other_methods():
-    """Sections that exist stay as they are, and with them fingerprints."""
-    assert LINK.section() == {
-        "version": 1, "method": "link", "recipe": "isolated", "link_tokens": 2, "link_slots": 3,
-        "first_link_id": 100, "kv_start_id": 106, "kv_end_id": 107,
-    }  # fmt: skip
-
-
 def test_link_ids_by_slot_and_place():
     assert [LINK.link_ids(slot) for slot in range(3)] == [[100, 101], [102, 103], [104, 105]]
     assert LINK.added_ids == set(range(100, 108))

@@ -345,14 +345,6 @@ def test_a_new_prompt_runs_between_two_steps(decoder, counting, pool):
     assert list(steps)[-1] == 491
 
 
-def test_an_answer_whose_reader_is_slow_goes_on(decoder, counting):
-    steps = decode(decoder, 3, 8)
-    assert next(steps) == 3
-    until(lambda: len(counting.passes) == 7)
-    until(lambda: not decoder._decoding)
-    assert list(steps) == [3 + 10 * step for step in range(1, 8)]
-
-
 def test_closing_an_answer_waits_for_its_pass_and_no_other_follows(decoder, counting, pool):
     steps = decode(decoder, 3, 50)
     counting.gate.clear()

@@ -18,6 +18,7 @@ from ragcache.server.settings import ServerSettings
 from ragcache.store.places import Place
 
 QUESTION = "Where does the cat sit?"
+PLAIN = {"ragcache": {"retrieve": False}}
 
 
 kb = same_as("shared_kb")
@@ -30,8 +31,8 @@ client = same_as("shared_client")
 
 
 def ask(client: OpenAI, question: str = QUESTION, **more):
-    messages = more.pop("messages", [{"role": "user", "content": question}])
-    return client.chat.completions.create(model="tiny", messages=messages, **{"max_tokens": 12, **more})
+    messages = [{"role": "user", "content": question}]
+    return client.chat.completions.create(**{"model": "tiny", "messages": messages, "max_tokens": 12, **more})
 
 
 def expected(kb: rc.RagCache, question: str = QUESTION, **options) -> rc.Answer:
@@ -80,11 +81,10 @@ def test_a_second_model_answers_without_passages(client, kb):
     assert client.models.retrieve("tiny:plain").id == "tiny:plain"
     right, read = expected(kb), expected(kb, k=5)
     assert right.usage.prompt_tokens < read.usage.prompt_tokens
-    messages = [{"role": "user", "content": QUESTION}]
-    plain = client.chat.completions.create(model="tiny:plain", messages=messages, max_tokens=12)
+    plain = ask(client, model="tiny:plain")
     assert (plain.model, plain.choices[0].message.content) == ("tiny:plain", right.text)
     assert (plain.usage.prompt_tokens, plain.ragcache["sources"]) == (right.usage.prompt_tokens, [])
-    chunks = list(client.chat.completions.create(model="tiny:plain", messages=messages, max_tokens=12, stream=True))
+    chunks = list(ask(client, model="tiny:plain", stream=True))
     assert {chunk.model for chunk in chunks} == {"tiny:plain"}
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == right.text
     answer = client.responses.create(model="tiny:plain", input=QUESTION, max_output_tokens=12)
@@ -94,11 +94,8 @@ def test_a_second_model_answers_without_passages(client, kb):
 
 
 def test_what_a_request_says_of_passages_wins_over_the_model(client, kb):
-    messages = [{"role": "user", "content": QUESTION}]
     for extension, passages in (({"retrieve": True, "k": 2}, 2), ({"documents": [{"text": "The cat sits."}]}, 1)):
-        answer = client.chat.completions.create(
-            model="tiny:plain", messages=messages, max_tokens=2, extra_body={"ragcache": extension}
-        )
+        answer = ask(client, model="tiny:plain", extra_body={"ragcache": extension})
         assert len(answer.ragcache["sources"]) == passages
 
 
@@ -226,8 +223,8 @@ def test_sources_are_cited_as_openais_own_types_read_them(client, kb):
     for one in added:
         ResponseOutputTextAnnotationAddedEvent.model_validate(one.to_dict(), strict=True)
     assert events[-1].response.output[0].content[0].annotations == part.annotations
-    assert ask(client, extra_body={"ragcache": {"retrieve": False}}).choices[0].message.annotations == []
-    assert not hasattr(next(iter(ask(client, extra_body={"ragcache": {"retrieve": False}}, stream=True))), "event")
+    assert ask(client, extra_body=PLAIN).choices[0].message.annotations == []
+    assert not hasattr(next(iter(ask(client, extra_body=PLAIN, stream=True))), "event")
 
 
 def test_sources_that_come_back_as_text_are_read_from_their_kv(client, caplog):
@@ -236,12 +233,7 @@ def test_sources_that_come_back_as_text_are_read_from_their_kv(client, caplog):
         pasted = "\n\n".join(source["text"].strip() for source in sources)
 
         def again(**extension):
-            return client.chat.completions.create(
-                model="tiny",
-                messages=[{"role": "user", "content": f"{pasted}\nWho?"}],
-                max_tokens=2,
-                extra_body={"ragcache": {"retrieve": False, **extension}},
-            )
+            return ask(client, f"{pasted}\nWho?", extra_body={"ragcache": {"retrieve": False, **extension}})
 
         answer = again()
         assert [source["text"] for source in answer.ragcache["sources"]] == [source["text"] for source in sources]
@@ -299,12 +291,11 @@ def test_what_does_not_fit(client):
 def test_old_turns_are_left_out_or_refused(client):
     pair = [{"role": "user", "content": "b" * 700}, {"role": "assistant", "content": "c" * 700}]
     messages = [*pair * 5, {"role": "user", "content": "Who?"}]
-    options = {"model": "tiny", "messages": messages, "max_tokens": 4}
-    answer = client.chat.completions.create(**options, extra_body={"ragcache": {"retrieve": False}})
+    answer = ask(client, messages=messages, extra_body=PLAIN)
     assert answer.ragcache["dropped_turns"] in (6, 8)
     off = {"ragcache": {"retrieve": False, "drop_turns": False}}
     with pytest.raises(BadRequestError, match="leave out its oldest messages, or pass drop_turns") as caught:
-        client.chat.completions.create(**options, extra_body=off)
+        ask(client, messages=messages, extra_body=off)
     assert caught.value.code == "context_length_exceeded"
 
 
@@ -323,8 +314,7 @@ def test_a_model_may_have_an_owner(serve, kb):
         listed = {model.id: model.max_model_len for model in client.models.list()}
         assert listed == {"acme/tiny-1": 4096, "acme/tiny-1:plain": 4096, "bag-of-words": None}
         assert client.models.retrieve("acme/tiny-1").id == "acme/tiny-1"
-        messages = [{"role": "user", "content": QUESTION}]
-        assert client.chat.completions.create(model="acme/tiny-1", messages=messages, max_tokens=1).choices
+        assert ask(client, model="acme/tiny-1").choices
     assert served.http.get("/v1/models/acme/tiny-1:plain").json()["id"] == "acme/tiny-1:plain"
     assert served.http.get("/v1/models/acme").json()["error"]["code"] == "model_not_found"
 
@@ -357,7 +347,6 @@ def test_a_conversation_keeps_its_context_where_it_is_asked_to(client, served):
 
 
 BEGUN = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "The cat"}]
-PLAIN = {"ragcache": {"retrieve": False}}
 
 
 def test_a_last_assistant_message_is_continued(client, kb):
@@ -411,12 +400,8 @@ def test_thoughts_of_other_services_are_read_over(client, kb):
 # Several answers, penalties and log-probabilities are those of the engine, in OpenAI's shapes.
 
 
-MESSAGES = [{"role": "user", "content": "Where does the cat sit?"}]
+MESSAGES = [{"role": "user", "content": QUESTION}]
 WARM = rc.Sampling(8, temperature=1.2, seed=3)
-
-
-def asked(**fields):
-    return {"model": "tiny", "messages": MESSAGES, "max_tokens": 8, **fields}
 
 
 def test_every_field_reaches_the_engine(client, kb):
@@ -424,16 +409,16 @@ def test_every_field_reaches_the_engine(client, kb):
     of_vllm = {"repetition_penalty": 1.3, "min_p": 0.01, "top_k": 9, "stop_token_ids": [2]}
     sampling = replace(WARM, **given, **of_vllm, top_p=0.9, logit_bias={5: 3.0, 200: -1.0})
     right = kb.chat(MESSAGES, k=5, sampling=sampling)
-    fields = asked(**given, temperature=1.2, seed=3, top_p=0.9, logit_bias={"5": 3, "200": -1.0}, extra_body=of_vllm)
-    assert client.chat.completions.create(**fields).choices[0].message.content == right.text
+    fields = {**given, "temperature": 1.2, "seed": 3, "top_p": 0.9, "logit_bias": {"5": 3, "200": -1.0}}
+    assert ask(client, max_tokens=8, **fields, extra_body=of_vllm).choices[0].message.content == right.text
     nothing = {"logit_bias": {}, "top_p": 1, "extra_body": {"top_k": -1}, **dict.fromkeys(given, 0)}
-    plain = client.chat.completions.create(**{**fields, **nothing})
+    plain = ask(client, max_tokens=8, **{**fields, **nothing})
     assert plain.choices[0].message.content == kb.chat(MESSAGES, k=5, sampling=WARM).text != right.text
 
 
 def test_several_answers_are_those_of_the_next_seeds_over_one_context(client, kb):
     right = [kb.chat(MESSAGES, k=5, sampling=replace(WARM, seed=3 + rank)).text for rank in range(3)]
-    answer = client.chat.completions.create(**asked(temperature=1.2, seed=3, n=3))
+    answer = ask(client, max_tokens=8, temperature=1.2, seed=3, n=3)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert [choice.message.content for choice in answer.choices] == right
     assert len(set(right)) == 3
@@ -447,9 +432,9 @@ def test_several_answers_are_those_of_the_next_seeds_over_one_context(client, kb
 
 def test_several_answers_as_a_stream(client, kb):
     right = [kb.chat(MESSAGES, k=5, sampling=replace(WARM, seed=3 + rank)).text for rank in range(2)]
-    fields = asked(temperature=1.2, seed=3, n=2, stream=True, stream_options={"include_usage": True})
+    fields = {"temperature": 1.2, "seed": 3, "n": 2, "stream": True, "stream_options": {"include_usage": True}}
     texts, reasons, begun = defaultdict(str), {}, []
-    *chunks, usage = client.chat.completions.create(**fields)
+    *chunks, usage = ask(client, max_tokens=8, **fields)
     for chunk in chunks:
         (choice,) = chunk.choices
         begun += [choice.index] if choice.delta.role == "assistant" and choice.delta.content == "" else []
@@ -465,7 +450,7 @@ def test_several_answers_as_a_stream(client, kb):
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities_of_a_chat(client, kb, stream):
     right = kb.chat(MESSAGES, k=5, sampling=rc.Sampling(8, logprobs=2))
-    answer = client.chat.completions.create(**asked(logprobs=True, top_logprobs=2, stream=stream))
+    answer = ask(client, max_tokens=8, logprobs=True, top_logprobs=2, stream=stream)
     if stream:
         told = [chunk.choices[0].logprobs for chunk in answer]
         content = [one.model_dump() for part in told if part is not None for one in part.content]
@@ -476,20 +461,20 @@ def test_log_probabilities_of_a_chat(client, kb, stream):
     for one, own in zip(content, right.logprobs, strict=True):
         assert [near["token"] for near in one["top_logprobs"]] == [near.text for near in own.top]
         assert one["bytes"] == (None if "\ufffd" in own.text else list(own.text.encode()))
-    bare = client.chat.completions.create(**asked(logprobs=True)).choices[0].logprobs.content
+    bare = ask(client, max_tokens=8, logprobs=True).choices[0].logprobs.content
     assert [one.top_logprobs for one in bare] == [[]] * 8
 
 
 def test_answers_end_with_the_context_unless_the_client_says_otherwise(shared, kb):
     """No token ends an answer of this model: every route writes on to the last of its 4,096 positions. A prompt that
     takes most of them keeps this quick."""
-    text, plain = "Cats sleep. " * 320, {"ragcache": {"retrieve": False}}
-    chat = {"messages": [{"role": "user", "content": text}], **plain}
+    text = "Cats sleep. " * 320
+    chat = {"messages": [{"role": "user", "content": text}], **PLAIN}
     for path, body, names in (
         ("/v1/chat/completions", {**chat, "max_tokens": 2**31 - 1}, ("prompt", "completion")),
         ("/v1/chat/completions", chat, ("prompt", "completion")),
         ("/v1/completions", {"prompt": text}, ("prompt", "completion")),
-        ("/v1/responses", {"input": text, **plain}, ("input", "output")),
+        ("/v1/responses", {"input": text, **PLAIN}, ("input", "output")),
     ):
         usage = shared.http.post(path, json={"model": "tiny", **body}, timeout=300).json()["usage"]
         read, said = (usage[f"{name}_tokens"] for name in names)

@@ -3,14 +3,13 @@
 import asyncio
 import io
 import re
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import httpx
 import pytest
-from serving import Served
+from serving import Served, half_open
 from waiting import until as wait_for
 
 import ragcache as rc
@@ -29,13 +28,6 @@ from ragcache.server.limits import Slots
 from ragcache.server.quotas import REQUESTS, Quotas
 
 ALICE, BOB = "alice-secret", "bob-secret"
-
-
-def half_open(served: Served, data: bytes = b"GET /healthz HT") -> socket.socket:
-    host, port = served.url.removeprefix("http://").split(":")
-    client = socket.create_connection((host, int(port)), timeout=20)
-    client.sendall(data)
-    return client
 
 
 def ask(served: Served, key: str, question: str = "Where does the cat sit?", **fields: object) -> httpx.Response:

@@ -22,7 +22,7 @@ import pytest
 import torch
 from kit.embedders import FourWords
 from openai import APIError, AsyncOpenAI
-from serving import Served, events, figures, send, serving, wait_for
+from serving import Served, events, figures, half_open, send, serving, wait_for
 
 import ragcache as rc
 from ragcache.models import machine
@@ -234,13 +234,6 @@ def test_large_bodies_are_refused_while_they_arrive(serve):
         assert refused.status_code == 413, path
 
 
-def raw(served: Served, data: bytes = b"GET /healthz HT") -> socket.socket:
-    host, port = served.url.removeprefix("http://").split(":")
-    client = socket.create_connection((host, int(port)), timeout=20)
-    client.sendall(data)
-    return client
-
-
 def is_closed_by_the_server(client: socket.socket) -> bool:
     """Whether the server closes it before the socket's own time is over."""
     with client, suppress(ConnectionResetError):
@@ -252,8 +245,8 @@ def is_closed_by_the_server(client: socket.socket) -> bool:
 def test_a_header_has_to_arrive_in_time_whatever_trickles_in(serve):
     served = serve(receive_s=0.5)
     opened = served.server.server_state.connections
-    trickling, silent = raw(served), raw(served, b"")
-    ahead = raw(served, b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET /healthz HT")
+    trickling, silent = half_open(served), half_open(served, b"")
+    ahead = half_open(served, b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET /healthz HT")
     with httpx.Client(base_url=served.url, trust_env=False) as kept, open_stream(served) as stream:
         assert kept.get("/healthz").status_code == 200
         assert b"200 OK" in stream.recv(1000)
@@ -283,7 +276,7 @@ def test_idle_connections_make_room_for_others(serve, caplog):
     served = serve(max_connections=8, max_address_connections=8)
     stream = open_stream(served)
     assert b"200 OK" in stream.recv(1000)
-    halves = [raw(served) for _ in range(30)]
+    halves = [half_open(served) for _ in range(30)]
     for _ in range(5):
         assert httpx.get(f"{served.url}/healthz", timeout=5, trust_env=False).status_code == 200
     assert len(served.server.server_state.connections) <= 8
@@ -537,8 +530,6 @@ def test_an_upload_leaves_no_file(served: Served, kb):
 HOLDER = """
 import io, sys, time
 from pathlib import Path
-from ragcache.server.connection import affordable_connections, raise_file_limit
-from ragcache.server.observe import Throttle
 from ragcache.server.uploads import Upload, UploadFolder
 with UploadFolder(Path(sys.argv[1])).holding([Upload("a.txt", io.BytesIO(b"secret"))]):
     print("holds", flush=True)

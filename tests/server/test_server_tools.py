@@ -6,20 +6,15 @@ import jsonschema
 import pytest
 from engine_texts import TEXTS
 from openai import BadRequestError, OpenAI
-from scripted import script
+from scripted import BROKEN, CALL, CLOCK_CALL, PLACE, SEARCH, THINKS, THOUGHT, script
 from serving import Served
 
 import ragcache as rc
 
-PLACE = {"type": "object", "properties": {"name": {"enum": ["Kelbrook", "Arno"]}}, "required": ["name"]}
-SEARCH = {"type": "function", "function": {"name": "search", "description": "Finds texts.", "parameters": PLACE}}
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 TOOLS = [SEARCH, CLOCK]
 ASKED = [{"role": "user", "content": "What is there?"}]
-CALL = '<tool_call>\n{"name": "search", "arguments": {"name": "Arno"}}\n</tool_call>'
-CLOCK_CALL = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
 SAID, CALLED = f"I look.\n{CALL}\n{CLOCK_CALL}", [("search", '{"name": "Arno"}'), ("clock", "{}")]
-BROKEN = '<tool_call>\n{"name": "search", "arguments": {"name": }}\n</tool_call>'
 EARLIER = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
 NAMELESS = {"id": "a"}
 PLAIN = {"extra_body": {"ragcache": {"retrieve": False}}}
@@ -130,9 +125,6 @@ def test_what_cannot_be_is_the_requests_fault(ask, fields, param):
 
 
 # Thoughts
-
-THINKS = "{# <think> #}{{ '(quiet)' if enable_thinking == false }}{{ reasoning_effort }}{{ messages[-1].content }}"
-THOUGHT = "<think>\nWho is it?\n</think>\n\nJonas."
 
 
 @pytest.fixture

@@ -142,19 +142,11 @@ def test_random_indexes_are_damage(tmp_path, count):
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory):
-    with_documents = DocumentStore(_database(tmp_path_factory.mktemp("fuzzed")))
-    row = np.ones(4, np.float32)
-    for id, metadata in (("a", {"year": 2024, "tags": ["x"]}), ("b", {"name": "Alna", "ok": True, "none": None})):
-        new = NewDocument(id, id, "hash", metadata)
-        with_documents.replace_document(new, [NewChunk(f"{id}#0", "words", [1], row)])
-    yield with_documents
-    with_documents.close()
-
-
-def _database(folder):
-    from ragcache.store.database import Database
-
-    return Database(folder / "store.sqlite3")
+    with DocumentStore.open(tmp_path_factory.mktemp("fuzzed") / "store.sqlite3") as documents:
+        for id, metadata in (("a", {"year": 2024, "tags": ["x"]}), ("b", {"name": "Alna", "ok": True, "none": None})):
+            new = NewDocument(id, id, "hash", metadata)
+            documents.replace_document(new, [NewChunk(f"{id}#0", "words", [1], np.ones(4, np.float32))])
+        yield documents
 
 
 @counts

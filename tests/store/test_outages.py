@@ -11,22 +11,12 @@ from tiny_disk import run_on_tiny_disk
 
 import ragcache as rc
 from ragcache import files
-from ragcache.errors import DamagedBlockError, StoreFailedError, StoreNotFoundError
+from ragcache.errors import DamagedBlockError, StoreNotFoundError
 from ragcache.store.kv_store import KVStore
 
 
 def failing(*_arguments: object, **_options: object) -> int:
     raise OSError(errno.EIO, "Input/output error")
-
-
-@pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_an_io_error_of_a_write_is_a_typed_error(tmp_path, monkeypatch, call):
-    with KVStore(tmp_path) as store:
-        monkeypatch.setattr(os, call, failing)
-        with pytest.raises(StoreFailedError, match=r"device fails \(Input/output error\).*system's log"):
-            store.put(make_key(1), make_block(1))
-        monkeypatch.undo()
-        assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_a_block_that_cannot_be_opened_is_damaged(tmp_path, monkeypatch):

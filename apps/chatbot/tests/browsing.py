@@ -4,8 +4,6 @@ import asyncio
 import json
 import os
 import shutil
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,12 +12,11 @@ from typing import Any, Self
 
 from fastapi import FastAPI
 from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Request, expect, sync_playwright
+from serving import running
 from starlette.types import Message, Receive, Scope, Send
-from waiting import stacks
 
 import ragcache as rc
 from ragcache.server.app import create_app
-from ragcache.server.run import Server, listen, url_of
 from ragcache.server.settings import ServerSettings
 
 CORPUS = Path(__file__).parents[3] / "examples" / "corpus"
@@ -82,28 +79,19 @@ class Site:
     """A page's server."""
 
     url: str
-    port: int
     slowed: Slowed
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
 
 
 @contextmanager
 def serving(kb: rc.RagCache, port: int = 0, **settings: object) -> Iterator[Site]:
     """Serve in a thread, at a free loopback port or at `port`."""
     slowed = Slowed(create_app(kb, ServerSettings(figures_s=0, **settings), web=True))
-    server = Server(slowed, drain_s=1)
-    with listen("127.0.0.1", port) as bound:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
-        thread.start()
-        until = time.monotonic() + 60
-        while not server.started:
-            assert time.monotonic() < until, "the server did not start"
-            time.sleep(0.01)
-        try:
-            yield Site(url_of(bound), bound.getsockname()[1], slowed)
-        finally:
-            server.drain()
-            thread.join(30)
-            assert not thread.is_alive(), stacks()
+    with running(slowed, 1, port) as (url, _):
+        yield Site(url, slowed)
 
 
 @contextmanager

@@ -509,10 +509,7 @@ PDF = part("application/pdf", "no", "Content-Disposition: attachment; filename=p
             ["Nine."],
         ),
         (mail("no", "application/pdf; name=plan.pdf"), ["Attached, not read: plan.pdf"]),
-        (
-            mail(part("message/rfc822", "From: b@osby.example\n\nTen.") + "--x--"),
-            ["From: b@osby.example", "Ten."],
-        ),
+        (mail(part("message/rfc822", "From: b@osby.example\n\nTen.") + "--x--"), ["From: b@osby.example", "Ten."]),
     ],
 )
 def test_all_that_a_mail_says_is_read_or_named(tmp_path, data, texts):

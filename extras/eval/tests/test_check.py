@@ -114,13 +114,7 @@ def test_shipped_primers_are_tried_and_stay_out_of_the_choice(runner, store, tin
     assert [one.primer for one in behind] == ["64", "128", "256"]
     assert "give one of half of them" in behind.pop().reason  # longer than half of the context here
     for found in behind:
-        far = []
-        for case in cases:
-            reader = PromptReader(tiny, case.prompt(tiny.tokenizer, runner.form), 1)
-            own = rc.fuse(tiny, reader.prompt, "reposition", recipe=Recipe("primer", primer=found.primer))
-            full = rc.fuse(tiny, reader.prompt, "full")
-            logits = own.next_logits.log_softmax(-1), full.next_logits.log_softmax(-1)
-            far.append(float(torch.nn.functional.kl_div(*logits, log_target=True, reduction="sum")))
+        far = [distance(runner, case, found.primer) for case in cases]
         assert found.figures["kl_first"] == pytest.approx(sum(far) / len(far), rel=1e-3)
     nearest = min((alone, *behind), key=lambda one: one.figures["kl_answer"])
     assert verdict.best_primer == (None if nearest is alone else (alone, nearest))
@@ -131,6 +125,14 @@ def test_shipped_primers_are_tried_and_stay_out_of_the_choice(runner, store, tin
     assert "reposition:primer=64" in said
     assert "the primer of 64 tokens, KL 0.100 instead of 0.400" in said
     assert "reencode NEW --store OLD --recipe primer --primer 64" in said
+
+
+def distance(runner, case, primer) -> float:
+    """KL from full prefill of the first token, where passages are read behind the primer."""
+    prompt = case.prompt(runner.lm.tokenizer, runner.form)
+    own = rc.fuse(runner.lm, prompt, "reposition", recipe=Recipe("primer", primer=primer))
+    logits = (one.next_logits.log_softmax(-1) for one in (own, rc.fuse(runner.lm, prompt, "full")))
+    return float(torch.nn.functional.kl_div(*logits, log_target=True, reduction="sum"))
 
 
 PARTS = [
@@ -151,13 +153,7 @@ def test_a_store_with_a_primer_is_judged_behind_it(runner, tmp_path, tiny, caplo
         runner, "tests", cases, [MethodSpec(name, name) for name in ("full", "reposition")], LIMITS, 0, primer
     )
     scores = [score for score in check.scores() if score.case == cases[0].id]
-    reader = PromptReader(tiny, cases[0].prompt(tiny.tokenizer, runner.form), 1)
-    own = rc.fuse(tiny, reader.prompt, "reposition", recipe=Recipe("primer", primer=primer))
-    full = rc.fuse(tiny, reader.prompt, "full")
-    expected = torch.nn.functional.kl_div(
-        own.next_logits.log_softmax(-1), full.next_logits.log_softmax(-1), log_target=True, reduction="sum"
-    )
-    assert scores[-1].kl_first == pytest.approx(float(expected), rel=1e-3)
+    assert scores[-1].kl_first == pytest.approx(distance(runner, cases[0], primer), rel=1e-3)
     verdict = check.finish().verdict
     (judged,) = verdict.methods
     assert (judged.recipe, tuple(verdict.primer)) == ("primer", primer)

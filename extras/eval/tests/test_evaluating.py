@@ -55,26 +55,6 @@ def test_eval_names_what_it_cannot_do(model, tmp_path, questions, arguments, mes
     assert message in result.stderr
 
 
-def test_eval_refuses_results_of_other_settings(model, tmp_path, questions):
-    command = ("eval", "--model", model, "--methods", "full", "--data", questions, "--out", tmp_path / "out")
-    assert invoke(*command, "--max-tokens", "2").exit_code == 0
-    result = invoke(*command, "--max-tokens", "3")
-    assert result.exit_code == 2
-    assert "made with max_tokens 2, not 3" in result.stderr
-
-
-def test_check_works_over_a_store_of_kv_alone(model, folder, tmp_path):
-    kb = tmp_path / "alone"
-    made = invoke("precompute", folder, "--store", kb, "--model", model)
-    assert made.exit_code == 0, made.output
-    command = ("check", "--store", kb, *FEW)
-    result = invoke(*command, *LOOSE)
-    assert result.exit_code == 0, result.output
-    assert "auto takes: reposition" in result.stdout
-    (kept,) = json.loads((kb / FILE).read_text())["verdicts"].values()
-    assert kept["questions"] == 2
-
-
 def test_check_keeps_its_verdict_in_the_store(store):
     command = ("check", "--store", store, *FEW)
     result = invoke(*command, *LOOSE)

@@ -9,8 +9,6 @@ from blend_oracle import Held, blended_logits, forward, most_deviating
 from families import assert_same, masks_of, random_prompt
 
 import ragcache as rc
-from ragcache.errors import ConfigError
-from ragcache.fusion import get_method
 from ragcache.fusion.recompute import chosen
 
 CHUNKS = (17, 3, 20, 12)
@@ -152,11 +150,3 @@ def test_the_choice_is_numpys():
         expected = np.sort(slots[order[: max(count, len(always))]])
         found = chosen(torch.tensor(scores), torch.tensor(slots), count, torch.tensor(always))
         assert found.tolist() == expected.tolist()
-
-
-@pytest.mark.parametrize("value", [-1, 1.5, "4", None, True])
-@pytest.mark.parametrize("method", CHOOSING)
-@pytest.mark.parametrize("option", ["boundary_tokens", "tail_tokens"])
-def test_what_is_no_count_is_refused(method, value, option):
-    with pytest.raises(ConfigError, match=rf"{option} is .*0 or more"):
-        get_method(method, **{option: value})

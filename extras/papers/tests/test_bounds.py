@@ -7,8 +7,6 @@ import pytest
 import torch
 from blocks import DTYPES
 from covering import covering
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ragcache.codecs import CODECS, get_codec
 from ragcache.kv.block import KVBlock
@@ -104,21 +102,6 @@ SHAPES = {
 def test_every_number_is_within_its_own_groups_bound(name: str, dtype: torch.dtype, shape: str) -> None:
     for num_tokens, widths in ((1, (3, 5)), (70, (24, 130)), (130, (5, 70))):
         check(name, block_of(num_tokens, widths, dtype, num_tokens, SHAPES[shape]))
-
-
-@pytest.mark.parametrize("name", FORMULAS)
-@settings(max_examples=10, deadline=None)
-@given(
-    seed=st.integers(0, 2**32),
-    num_tokens=st.integers(1, 140),
-    widths=st.tuples(st.integers(2, 40), st.integers(1, 140)),
-    dtype=st.sampled_from(DTYPES),
-    shape=st.sampled_from(sorted(SHAPES)),
-)
-def test_whatever_the_shape(
-    name: str, seed: int, num_tokens: int, widths: tuple[int, int], dtype: torch.dtype, shape: str
-) -> None:
-    check(name, block_of(num_tokens, widths, dtype, seed, SHAPES[shape]))
 
 
 def test_every_lossy_codec_has_a_formula() -> None:

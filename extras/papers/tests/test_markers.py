@@ -79,13 +79,6 @@ def test_one_chunk_behind_the_prefix_is_full_prefill(family, positions):
     assert_same(fused.next_logits, oracle_logits_of(model, marked.ids, causal))
 
 
-def test_it_is_reposition_of_chunks_that_hold_the_markers(family):
-    lm, _ = family
-    prompt = random_prompt(3)
-    ours = rc.fuse(lm, prompt, method="markers", **GIVEN).next_logits
-    assert torch.equal(ours, rc.fuse(lm, with_markers(prompt), method="reposition").next_logits)
-
-
 @pytest.mark.parametrize("positions", ["reordered", "composite"])
 def test_a_trained_checkpoint_needs_no_options(tmp_path, positions):
     lm, model = trained(tmp_path, positions)

@@ -25,6 +25,11 @@ REFUSED = {
     ("samkv", "top_p"): ([1.5], ""),
     ("samkv", "recompute"): (["some"], ""),
     ("samkv", "update"): (["mix"], ""),
+    **{
+        (method, option): (COUNTS, "0 or more")
+        for method in ("cacheblend", "a3", "prophet")
+        for option in ("boundary_tokens", "tail_tokens")
+    },
     ("ape", "temperature"): ([0], ""),
     ("ape", "scale"): ([math.nan], ""),
 }

@@ -53,18 +53,27 @@ def test_plan_in_words():
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        ([*SHAPE, *CORPUS, "--kv-kept", 1.5], 2, "--kv-kept is 1.5"),
-        ([*SHAPE, *CORPUS, "--measure"], 2, "--measure runs the model"),
-        ([*SHAPE[:4], *CORPUS], 2, "--head-dim is missing"),
-        ([*SHAPE, *CORPUS, "--model", "mini"], 2, "give one of them"),
-        (["--model", "/no/such/model", *CORPUS], 1, "/no/such/model"),
-        ([*SHAPE, "--tokens", 5], 2, "--documents is missing"),
-        ([*SHAPE, "--documents", 5], 2, "--tokens is missing"),
-        ([*SHAPE, "--trace", "/no/such/log"], 1, "/no/such/log: cannot be read"),
+        (["plan", *SHAPE, *CORPUS, "--kv-kept", 1.5], 2, "--kv-kept is 1.5"),
+        (["plan", *SHAPE, *CORPUS, "--measure"], 2, "--measure runs the model"),
+        (["plan", *SHAPE[:4], *CORPUS], 2, "--head-dim is missing"),
+        (["plan", *SHAPE, *CORPUS, "--model", "mini"], 2, "give one of them"),
+        (["plan", "--model", "/no/such/model", *CORPUS], 1, "/no/such/model"),
+        (["plan", *SHAPE, "--tokens", 5], 2, "--documents is missing"),
+        (["plan", *SHAPE, "--documents", 5], 2, "--tokens is missing"),
+        (["plan", *SHAPE, "--trace", "/no/such/log"], 1, "/no/such/log: cannot be read"),
+        (["simulate", "trace.jsonl", "--eviction", "random"], 2, "'random' is unknown"),
+        (["simulate", "trace.jsonl", "--admission", "bouncer"], 2, "'bouncer' is unknown"),
+        (["simulate", "trace.jsonl", "--memory", "1"], 2, "holds no block"),
+        (["simulate", "trace.jsonl", "--memory", "1MiB", "--room", 9], 2, "give one of them"),
+        (["simulate", "trace.jsonl", "--question-tokens", -1], 2, "--question-tokens is -1"),
+        (["simulate", "/no/such/trace"], 1, "/no/such/trace: cannot be read"),
+        (["simulate", "bad.jsonl"], 1, "bad.jsonl, line 1: 'timestamp' is None"),
     ],
 )
-def test_plan_refuses_in_one_line(arguments, status, message):
-    result = invoke("plan", *arguments)
+def test_refusals_are_one_line(arguments, status, message, trace, monkeypatch):
+    monkeypatch.chdir(trace.parent)
+    (trace.parent / "bad.jsonl").write_text('{"at": 1}\n')
+    result = invoke(*arguments)
     assert result.exit_code == status, result.output
     assert result.stdout == ""
     assert len(result.stderr.splitlines()) == 1
@@ -139,25 +148,3 @@ def test_simulate_in_words(trace):
     assert result.stdout.startswith("2 requests, 4 reads of 3 blocks, 7.0 KiB in all")
     assert sum(line.startswith("4.0 KiB") for line in result.stdout.splitlines()) == 1
     assert "Belady" in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status", "message"),
-    [
-        (["--eviction", "random"], 2, "'random' is unknown"),
-        (["--admission", "bouncer"], 2, "'bouncer' is unknown"),
-        (["--memory", "1"], 2, "holds no block"),
-        (["--memory", "1MiB", "--room", 9], 2, "give one of them"),
-        (["--question-tokens", -1], 2, "--question-tokens is -1"),
-        (["/no/such/trace"], 1, "/no/such/trace: cannot be read"),
-        (["bad.jsonl"], 1, "bad.jsonl, line 1: 'timestamp' is None"),
-    ],
-)
-def test_simulate_refuses_in_one_line(arguments, status, message, trace):
-    (trace.parent / "bad.jsonl").write_text('{"at": 1}\n')
-    option, *value = arguments
-    result = invoke("simulate", *([trace, *arguments] if value else [trace.parent / option]))
-    assert result.exit_code == status, result.output
-    assert result.stdout == ""
-    assert len(result.stderr.splitlines()) == 1
-    assert message in result.stderr

@@ -8,9 +8,8 @@ import pytest
 import torch
 from covering import covering
 from families import masks_of, oracle_model, random_prompt, save_tiny
-from run_options import run_options
+from run_options import log_of, resumed, run_options, timeless
 from safetensors.torch import load_file
-from tiny_model import save_tiny_llama
 from torch.nn.attention.flex_attention import flex_attention
 
 import ragcache as rc
@@ -255,19 +254,10 @@ LINES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("base"))
-
-
 @pytest.fixture
 def options(base, tmp_path):
     made = run_options(base, tmp_path, LINES, learning_rate=3e-3, objective="distill", recipe="prefix", warmup=0.1)
     return replace(made, separate_share=0.8, segment_tokens=20)
-
-
-def log_of(out, name="training_log.jsonl"):
-    return [json.loads(line) for line in (out / name).read_text().splitlines()]
 
 
 def test_distillation_learns_and_is_evaluated(options, base, tmp_path):
@@ -308,26 +298,13 @@ def test_resumed_run_equals_uninterrupted_one(options, tmp_path, changes):
     held = tmp_path / "held.jsonl"
     held.write_text(json.dumps(LINES[1]) + "\n", encoding="utf-8")
     options = replace(options, steps=7, save_every=2, keep_checkpoints=3, evaluate=held, evaluate_every=3, **changes)
-    whole = train(options)
-    stopped = replace(options, out=tmp_path / "stopped")
-
-    def stop(line):
-        if line["step"] == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train(stopped, show=stop)
-    report = train(replace(stopped, resume=True))
+    whole, (report, _) = train(options), resumed(options, tmp_path / "stopped", 5)
     name = "adapter_model.safetensors" if "lora_rank" in changes else "model.safetensors"
     before, after = (load_file(one.out / name) for one in (whole, report))
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
     for file in ("training_log.jsonl", "evaluation.jsonl"):
-        lines = [
-            [{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_s")} for line in log_of(one.out, file)]
-            for one in (whole, report)
-        ]
-        assert lines[0] == lines[1]
+        assert timeless(log_of(whole.out, file)) == timeless(log_of(report.out, file))
     lm = rc.load_lm(report.out)
     assert lm.reuse.recipe == options.recipe
 

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, get_scheduler
 import ragcache as rc
 from ragcache.errors import AdapterError, ConfigError, ModelMismatchError
 from ragcache.models.checkpoint_digest import checkpoint_digest
-from ragcache.models.load import load_card
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_train.trainer import ReuseTrainer, train
@@ -118,22 +117,6 @@ def test_peft_reads_what_was_trained_and_the_engine_serves_the_same(options, tmp
     assert (rc.fuse(lm, prompt, "full").next_logits[:258] - plain).abs().max() > 0.01
 
 
-def test_the_matrices_are_added_by_hand_as_well(base, trained):
-    """Weights are weight + alpha / rank * B A, in float64; the trained rows replace those of the added ids."""
-    held, start = load_file(trained / "adapter_model.safetensors"), load_file(base / "model.safetensors")
-    model = rc.load_lm(trained, packed=False).model
-    for name, weight in start.items():
-        ours, root = model.get_parameter(name), f"base_model.model.{name.removesuffix('.weight')}"
-        expected = weight.double()
-        if f"{root}.lora_A.weight" in held:
-            a, b = (held[f"{root}.lora_{side}.weight"].double() for side in "AB")
-            expected = expected + 2.0 * b @ a
-            assert (ours - weight).abs().max() > 1e-3
-        torch.testing.assert_close(ours[: len(weight)], expected.float(), atol=1e-6, rtol=1e-5)
-    rows = held["base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"]
-    assert torch.equal(model.get_input_embeddings().weight[258:268], rows)
-
-
 def test_an_adapter_holds_no_copy_of_its_base(base, trained):
     names = {path.name for path in trained.iterdir()}
     assert {"adapter.json", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names
@@ -182,23 +165,16 @@ def test_a_store_is_made_with_it_and_asked_by_link(base, trained, tmp_path):
         rc.RagCache.open(tmp_path / "kb", model=base, embedder=BagOfWords())
 
 
-def test_the_fingerprint_covers_base_and_adapter(base, trained, tmp_path):
-    longer, of_other = (shutil.copytree(trained, tmp_path / name) for name in ("longer", "of other"))
+def test_the_fingerprint_covers_the_matrices(base, trained, tmp_path):
+    longer = shutil.copytree(trained, tmp_path / "longer")
     matrices = held_by(longer)
     name = next(name for name in matrices if "lora_A" in name)
     save_file({**matrices, name: matrices[name] * 1.5}, longer / "adapter_model.safetensors")
-    other = save_tiny_llama(tmp_path / "other", seed=3)
-    edit(of_other, name=str(other), checkpoint=checkpoint_digest(str(other)))
-    config = of_other / "adapter_config.json"
-    config.write_text(config.read_text().replace(str(base), str(other)))
-    assert len({rc.load_lm(where).fingerprint for where in (base, trained, longer, other, of_other)}) == 5
+    assert len({rc.load_lm(where).fingerprint for where in (base, trained, longer)}) == 3
     assert rc.load_lm(trained).fingerprint == rc.load_lm(trained).fingerprint
 
 
-def test_a_card_and_other_engines(trained, tmp_path):
-    lm = rc.load_lm(trained)
-    card = load_card(trained, lm.fingerprint)
-    assert (card.vocab_size, card.reuse, len(card.tokenizer)) == (lm.vocab_size, LINK, 268)
+def test_another_engine_cannot_have_it(trained, tmp_path):
     with pytest.raises(AdapterError, match="no directory holds this model's weights"):
         servable(str(trained), "", tmp_path)
 
@@ -325,22 +301,6 @@ def refused(adapter, match):
         rc.load_lm(adapter)
 
 
-def test_another_base_is_named_with_the_adapter(adapter, tmp_path):
-    other = save_tiny_llama(tmp_path / "other", seed=5)
-    edit(adapter, name=str(other))
-    refused(
-        adapter, rf"{adapter} was trained beside other weights than those of {other}; .*it belongs to \w+, and these"
-    )
-
-
-def test_a_file_that_is_cut_short_is_named(adapter):
-    path = adapter / "adapter_model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    refused(adapter, "adapter_model.safetensors is missing or damaged .*get the adapter again")
-    path.unlink()
-    refused(adapter, "adapter_model.safetensors is missing or damaged")
-
-
 def test_matrices_that_are_missing_or_too_many_or_not_finite_are_named(adapter):
     path = adapter / "adapter_model.safetensors"
     whole = load_file(path)
@@ -355,22 +315,12 @@ def test_matrices_that_are_missing_or_too_many_or_not_finite_are_named(adapter):
         refused(adapter, match)
 
 
-def test_a_newer_form_and_a_missing_configuration_are_named(adapter):
-    (adapter / "adapter_config.json").rename(adapter / "kept")
+def test_a_missing_configuration_is_named(adapter):
+    (adapter / "adapter_config.json").unlink()
     refused(adapter, "is missing or damaged")
-    (adapter / "kept").rename(adapter / "adapter_config.json")
-    path = adapter / "adapter.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 4}))
-    refused(adapter, "has version 4, this ragcache reads 2, 3; use the ragcache that wrote it")
 
 
 def test_rows_of_ids_that_the_tokenizer_has_otherwise_are_named(adapter):
     path = adapter / "tokenizer.json"
     path.write_text(path.read_text().replace("<|link_2_1|>", "<|tool_call|>"))
     refused(adapter, r"id 260 is '<\|tool_call\|>' in its tokenizer and '<\|link_2_1\|>' in the one")
-
-
-def test_rows_of_other_ids_than_those_stated_are_named(adapter):
-    path = adapter / "adapter_config.json"
-    path.write_text(path.read_text().replace("267", "9"))
-    refused(adapter, "does not hold one row for each of 10 ids")

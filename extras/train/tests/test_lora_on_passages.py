@@ -9,7 +9,6 @@ import torch
 from peft import PeftModel
 from run_options import QA_LINES, engine_prompt, log_of, run_options, training_row
 from safetensors.torch import load_file, save_file
-from tiny_model import save_tiny_llama
 from transformers import AutoModelForCausalLM
 
 import ragcache as rc
@@ -22,11 +21,6 @@ from ragcache_train.train_batches import collate, lay_out
 from ragcache_train.trainer import train
 from ragcache_vllm.merged_adapter import servable
 from tools.shrink_adapter import shrink
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(scope="module")

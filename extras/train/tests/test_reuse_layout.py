@@ -23,21 +23,6 @@ READ = [[20, 21, 30, 31], [22, 23, 24, 32]]
 ROW = EncodedRow("qa", "rows.jsonl:1", PREFIX, CHUNKS, ASKS, None, True)
 
 
-def test_link_tokens_by_slot_between_start_and_end():
-    layout = lay_out(ROW, LINK, apart=True)
-    assert layout.ids == [
-        *(1, 2, 90),
-        *(10, 11, 12, 50, 51),
-        *(13, 52, 53),
-        *(14, 15, 54, 55),
-        91,
-        *(20, 21, 30, 31),
-        *(22, 23, 24, 32),
-    ]
-    context = 2 + 1 + 5 + 3 + 4 + 1
-    assert layout.positions == [*range(context), *range(context, context + 4), *range(context, context + 4)]
-
-
 def drawn(spec, asked):
     """Return the papers' tokens."""
     links = [[50, 51], [52, 53], [54, 55]]

@@ -39,21 +39,6 @@ def test_a_run(base, data, tmp_path):
     assert config["ragcache"] == TrainedTokens("link", "isolated", 1, 3, 258, 261, 262).section()
 
 
-def test_a_run_of_lora_makes_an_adapter_that_other_commands_take(base, data, tmp_path):
-    out = tmp_path / "out"
-    result = run(base, data, out, "--steps", "1", "--lora-rank", "2", "--link-tokens", "1", "--link-slots", "3")
-    assert result.exit_code == 0, result.output
-    assert json.loads((out / "adapter_config.json").read_text(encoding="utf-8"))["r"] == 2
-    (tmp_path / "ann.txt").write_text("Ann lives in Oslo.", encoding="utf-8")
-    result = invoke("ingest", tmp_path / "ann.txt", "--store", tmp_path / "kb", "--model", out)
-    assert result.exit_code == 0, result.output
-    result = invoke(
-        "ask", "Where is Ann?", "--store", tmp_path / "kb", "--method", "link", "--max-tokens", "2", "--json"
-    )
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["method"] == "link"
-
-
 def test_a_run_without_data_or_a_store_says_so(base, tmp_path):
     result = invoke("train", "--model", str(base), "--out", str(tmp_path / "out"), env={"RAGCACHE_STORE": "/nowhere"})
     assert result.exit_code == 2

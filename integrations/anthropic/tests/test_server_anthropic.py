@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import anthropic
 import pytest
 from engine_texts import TEXTS
-from scripted import script
+from scripted import CALL, PLACE, THINKS, THOUGHT, script
 from serving import Served, events, serving
 
 import ragcache as rc
@@ -17,11 +17,7 @@ from ragcache_demo.bag_of_words import BagOfWords
 
 QUESTION = "Where does the cat sit?"
 ASKED = [{"role": "user", "content": QUESTION}]
-PLACE = {"type": "object", "properties": {"name": {"enum": ["Kelbrook", "Arno"]}}, "required": ["name"]}
 SEARCH = {"name": "search", "description": "Finds texts.", "input_schema": PLACE}
-CALL = '<tool_call>\n{"name": "search", "arguments": {"name": "Arno"}}\n</tool_call>'
-THINKS = "{# <think> #}{{ '(quiet)' if enable_thinking == false }}{{ reasoning_effort }}{{ messages[-1].content }}"
-THOUGHT = "<think>\nWho is it?\n</think>\n\nJonas."
 POINT = {"type": "ephemeral"}
 PIXEL = {"type": "base64", "media_type": "image/png", "data": "aaaa"}
 LONG = " ".join(f"Rule {number}: the cat sits on mat {number * 7}." for number in range(40))

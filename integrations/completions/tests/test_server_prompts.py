@@ -35,7 +35,6 @@ def test_a_completion_is_the_engines(served, kb):
         assert choice == {"index": 0, "text": expected.text, "logprobs": None, "finish_reason": "length"}
         assert found["usage"]["prompt_tokens"] == expected.usage.prompt_tokens
         assert found["usage"]["completion_tokens"] == 6
-    assert completed(served, temperature=1.0, seed=5).json() != expected.text
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -202,12 +201,6 @@ def test_a_prompt_that_can_never_fit_is_not_tokenised(served, kb, monkeypatch):
     assert lengths == []
     twice = "ab" * kb.lm.max_positions
     assert served.http.post("/tokenize", json={"prompt": twice}).json()["count"] >= 2 * kb.lm.max_positions
-
-
-def test_a_key_guards_them(serve):
-    served = serve(api_keys=["secret"])
-    for path, body in (("/tokenize", {"prompt": "a"}), ("/v1/search", {"query": "a"}), ("/v1/completions", {})):
-        assert served.http.post(path, json=body).status_code == 401
 
 
 SCHEMA = {

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from engine_texts import PAGES as TEXTS
 from kit.makers import tiny_lm
 from langchain_classic_double import stuff_chain
 from langchain_core.documents import Document
@@ -16,11 +17,6 @@ import ragcache as rc
 from langchain_ragcache import ChatRagCache, RagCacheDocumentTransformer
 from ragcache.errors import ConfigError
 
-TEXTS = {
-    "light": "The lighthouse of Brenholm was built of oak, and burnt down in a night of May, as the town records tell.",
-    "ferry": "A ferry goes from Brenholm to the island every second hour, but not on Sundays, when the captain sleeps.",
-    "mill": "The mill behind the harbour grinds barley in winter and stands still while the herring are in the bay.",
-}
 PROMPT = ChatPromptTemplate.from_messages(
     [("system", "Answer from this:\n\n{context}\n\nBe brief."), ("human", "{input}")]
 )
@@ -94,12 +90,6 @@ def test_sources_name_the_users_own_documents(kb, way):
     assert [one["metadata"]["page"] for one in answer.response_metadata["sources"]] == [3, 3, 3]
 
 
-def test_without_it_nothing_is_found(kb, theirs):
-    chain = stuff_chain(ChatRagCache(kb=kb, max_tokens=2), PROMPT)
-    first = chain.invoke({"context": theirs.similarity_search("ferry", k=3), "input": "When does the ferry go?"})
-    assert share(kb, first) == 0
-
-
 def test_an_attached_store_is_theirs(kb, theirs):
     kb.precompute(theirs)
     mine = rc.attach(theirs, kb)
@@ -165,25 +155,6 @@ def test_found_documents_come_back_without_handles(kb, way, asynchronous):
         getattr(mine, name)(*arguments, **options)
     assert theirs.get_by_ids(["mill"])[0].metadata == {"year": 2025}
     assert found.metadata["ragcache_handle"] == handle(kb, TEXTS["mill"]) is not None
-
-
-def test_deleting_one_of_two_with_the_same_text_keeps_its_kv(kb):
-    mine = rc.attach(InMemoryVectorStore(DeterministicFakeEmbedding(size=8)), kb)
-    mine.add_texts([TEXTS["mill"]] * 2, ids=["a", "b"])
-    mine.delete(["a"])
-    assert kept(kb) == {"mill"}
-    mine.delete(["b"])
-    assert kept(kb) == set()
-
-
-def test_sync_makes_up_for_what_changed_behind_its_back(kb, theirs):
-    kb.precompute(theirs)
-    theirs.delete(["light"])
-    theirs.add_texts(["A new one, long enough to be looked for and found."], ids=["new"])
-    assert kept(kb) == set(TEXTS)
-    report = kb.precompute(theirs, sync=True)
-    assert (report.computed, report.known, len(report.forgotten)) == (1, 2, 1)
-    assert kept(kb) == {"ferry", "mill"}
 
 
 class Words(BaseRetriever):

@@ -9,8 +9,7 @@ from langchain_doubles import WatchedEmbedder
 from langchain_registry import QUESTION, REGISTRY
 
 from langchain_ragcache import LangChainEmbedder, RagCacheEmbeddings
-from ragcache.errors import ConfigError, EmbedderError
-from ragcache_demo.bag_of_words import BagOfWords
+from ragcache.errors import EmbedderError
 
 
 class Given(Embeddings):
@@ -90,15 +89,10 @@ async def test_a_store_shares_its_embedder(registry, minilm):
     assert await embeddings.aembed_documents(texts) == embeddings.embed_documents(texts)
 
 
-def test_an_embedder_without_a_store(registry):
-    assert RagCacheEmbeddings(embedder=BagOfWords()).model == "bag-of-words"
-    with pytest.raises(ConfigError, match="not both"):
-        RagCacheEmbeddings(registry, embedder=BagOfWords())
-
-
 async def test_embedding_leaves_the_event_loop_alone():
     embedder = WatchedEmbedder()
     embeddings = RagCacheEmbeddings(embedder=embedder)
+    assert embeddings.model == "bag-of-words"
     await asyncio.gather(embeddings.aembed_query("one"), embeddings.aembed_documents(["two"]))
     assert len(embedder.watch.answers) == 2
     assert embedder.watch.went_on

@@ -3,7 +3,7 @@
 from dataclasses import fields
 
 import pytest
-from engine_texts import READ
+from engine_texts import FORMS, READ, SAMPLED
 
 import ragcache as rc
 from langchain_ragcache import ChatRagCache, RagCacheRetriever
@@ -11,13 +11,6 @@ from langchain_ragcache import ChatRagCache, RagCacheRetriever
 # Options that other names stand for: the sampling's fields, `timeout`, and a task or stream that is cancelled.
 ELSEWHERE = {"sampling", "timeout_s", "cancelled"}
 GIVEN = {**READ, "context": "keep", "drop_turns": False}
-SAMPLED = {
-    "max_tokens": 7, "temperature": 0.9, "top_p": 0.8, "top_k": 50, "seed": 3, "min_p": 0.2, "presence_penalty": 1.5,
-    "frequency_penalty": 1.0, "repetition_penalty": 1.8, "logit_bias": {70: 50.0}, "stop_token_ids": [70, 71],
-    "logprobs": 2, "stop": ["x"],
-}  # fmt: skip
-FORMS = {"json_schema": {"type": "object"}, "regex": "a", "choices": ["a"]}
-"""Fields of a call alone, of which there may be one."""
 
 
 class Engine:

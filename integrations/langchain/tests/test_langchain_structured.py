@@ -43,8 +43,3 @@ def test_raw_answers_and_what_went_wrong(model):
     cut = short.with_structured_output(Place, include_raw=True).invoke("Where?")
     assert cut["parsed"] is None
     assert isinstance(cut["parsing_error"], OutputParserException)
-
-
-def test_forms_of_one_call(model):
-    assert model.invoke("Really?", choices=["yes", "no"]).content in ("yes", "no")
-    assert model.bind(regex="[0-9]{4}").invoke("When?").content.isdigit()

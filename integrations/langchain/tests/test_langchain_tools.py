@@ -4,7 +4,7 @@ import json
 
 import pytest
 from kit.makers import tiny_lm
-from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import create_retriever_tool, tool
 from pydantic import BaseModel
 from scripted import script
@@ -116,17 +116,6 @@ def test_the_documents_of_a_tool_are_fused(chat, registry, bound, lm, monkeypatc
     assert told.response_metadata["sources"][0]["text"] == STORED
     plain = bound.invoke([*turns[:-1], ToolMessage("It is closed.", tool_call_id=call)])
     assert plain.response_metadata["sources"] == []
-
-
-def test_an_agent(chat, registry, lm, monkeypatch):
-    agents = pytest.importorskip("langchain.agents")
-    script(monkeypatch, lm, CALL, "The Heron.")
-    agent = agents.create_agent(chat, [registry, clock], system_prompt="Be brief.")
-    messages = agent.invoke({"messages": [HumanMessage(ASKED)]})["messages"]
-    assert [type(message) for message in messages] == [HumanMessage, AIMessage, ToolMessage, AIMessage]
-    assert messages[-1].content == "The Heron."
-    (source,) = messages[-1].response_metadata["sources"]
-    assert (source["text"].strip(), source["kv"] in ("disk", "memory")) == (STORED, True)
 
 
 def test_an_agent_answers_as_an_object(chat, registry, lm, monkeypatch):

@@ -255,9 +255,7 @@ def test_a_store_that_is_open_keeps_its_embedding(store):
 
 
 def test_the_environment_names_the_store(tmp_path, model_directory, monkeypatch):
-    monkeypatch.delenv("RAGCACHE_STORE", raising=False)
-    with pytest.raises(errors.ConfigError, match="RAGCACHE_STORE"):
-        RagCacheVectorStore()
+
     monkeypatch.setenv("RAGCACHE_STORE", str(tmp_path / "named"))
     monkeypatch.setenv("RAGCACHE_MODEL", str(model_directory))
     monkeypatch.setenv("RAGCACHE_METHOD", "concat")

@@ -1,5 +1,4 @@
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -10,17 +9,11 @@ from llama_index.core.instrumentation.event_handlers.base import BaseEventHandle
 from llama_index.core.instrumentation.events.base import BaseEvent
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMCompletionEndEvent
 from llama_index.core.schema import TextNode
-from tiny_model import save_tiny_llama
 
 import ragcache as rc
 from llama_index.llms.ragcache import RagCacheLLM
 from llama_index.vector_stores.ragcache import RagCacheVectorStore
 from ragcache_demo.bag_of_words import BagOfWords
-
-
-@pytest.fixture(scope="session")
-def other_lm(tmp_path_factory) -> rc.LanguageModel:
-    return rc.load_lm(save_tiny_llama(tmp_path_factory.mktemp("other"), seed=1))
 
 
 @pytest.fixture
@@ -74,18 +67,6 @@ def tokens_run(lm):
         return total
 
     yield since
-    hook.remove()
-
-
-@pytest.fixture
-def slow_model(lm):
-    """Make every pass of the model take at least 30 ms, long enough to see whether an event loop goes on."""
-
-    def wait(*_: object) -> None:
-        time.sleep(0.03)
-
-    hook = lm.model.get_input_embeddings().register_forward_hook(wait)
-    yield
     hook.remove()
 
 

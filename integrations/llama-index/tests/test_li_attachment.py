@@ -3,6 +3,7 @@ nodes.
 """
 
 import pytest
+from engine_texts import PAGES
 from kit.makers import tiny_lm
 from li_texts import SHORT
 from llama_index.core import VectorStoreIndex
@@ -20,11 +21,6 @@ import ragcache as rc
 from llama_index.ingestion.ragcache import RagCachePrecompute
 from llama_index.llms.ragcache import RagCacheLLM
 
-PAGES = {
-    "light": "The lighthouse of Brenholm was built of oak, and burnt down in a night of May, as the town records tell.",
-    "ferry": "A ferry goes from Brenholm to the island every second hour, but not on Sundays, when the captain sleeps.",
-    "mill": "The mill behind the harbour grinds barley in winter and stands still while the herring are in the bay.",
-}
 QUESTION = "When does the ferry go?"
 
 wide = tiny_lm(positions=8192)

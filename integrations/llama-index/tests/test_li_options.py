@@ -4,7 +4,7 @@ import inspect
 from dataclasses import fields
 
 import pytest
-from engine_texts import READ
+from engine_texts import FORMS, READ, SAMPLED
 from llama_index.core.base.llms.types import ChatMessage
 
 import ragcache as rc
@@ -14,13 +14,6 @@ from llama_index.retrievers.ragcache import RagCacheRetriever
 # The sampling's fields stand for it, and LlamaIndex cancels a task or closes a stream.
 ELSEWHERE = {"sampling", "cancelled"}
 GIVEN = {**READ, "timeout_s": 9.0}
-SAMPLED = {
-    "max_tokens": 7, "temperature": 0.9, "top_p": 0.8, "top_k": 50, "seed": 3, "min_p": 0.2, "presence_penalty": 1.5,
-    "frequency_penalty": 1.0, "repetition_penalty": 1.8, "logit_bias": {70: 50.0}, "stop_token_ids": [70, 71],
-    "logprobs": 2, "stop": ["x"],
-}  # fmt: skip
-FORMS = {"json_schema": {"type": "object"}, "regex": "a", "choices": ["a"]}
-"""Fields of a call alone, of which there may be one."""
 MESSAGES = [ChatMessage("Hi")]
 
 

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-import ragcache as rc
-
 ROOT = Path(__file__).resolve().parents[3]
 HOME = ROOT / "integrations" / "llama-index" / "llama_index"
 LEAVES = sorted(path.parent for path in HOME.glob("*/ragcache/__init__.py"))
@@ -97,15 +95,3 @@ def assert_importable_beside_core(installed: Path) -> None:
 
 def files(leaf: Path) -> list[Path]:
     return [path for path in leaf.iterdir() if path.is_file()]
-
-
-@pytest.mark.parametrize("path", sorted(HOME.rglob("*.py")), ids=lambda path: path.relative_to(HOME).as_posix())
-def test_only_public_names_of_ragcache_are_used(path):
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "ragcache":
-            assert node.module == "ragcache.errors", node.module
-        if isinstance(node, ast.Import):
-            for name in node.names:
-                assert name.name.split(".")[0] != "ragcache" or (name.name, name.asname) == ("ragcache", "rc")
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "rc":
-            assert node.attr in rc.__all__, node.attr

@@ -80,9 +80,13 @@ def test_a_stock_synthesizer_is_told_what_keeps_passages_apart(llm, engine, mode
     assert ["FusedSynthesizer" in text for text in said if "nobody checked" not in text] == [True]
 
 
-def test_streaming_is_non_streaming(engine):
-    whole = engine().query(QUESTION)
-    streamed = engine(streaming=True).query(QUESTION)
+TEMPLATE = PromptTemplate("Context:\n{context_str}\nAsked: {query_str}\nSaid:")
+
+
+@pytest.mark.parametrize("options", [{}, {"text_qa_template": TEMPLATE}])
+def test_streaming_is_non_streaming(engine, options):
+    whole = engine(**options).query(QUESTION)
+    streamed = engine(streaming=True, **options).query(QUESTION)
     assert isinstance(streamed, StreamingResponse)
     assert streamed.source_nodes == whole.source_nodes
     pieces = list(streamed.response_gen)
@@ -90,10 +94,11 @@ def test_streaming_is_non_streaming(engine):
     assert len(pieces) > 3
 
 
-async def test_async_is_sync(engine):
-    whole = engine().query(QUESTION)
-    assert (await engine().aquery(QUESTION)).response == whole.response
-    streamed = await engine(streaming=True).aquery(QUESTION)
+@pytest.mark.parametrize("options", [{}, {"text_qa_template": TEMPLATE}])
+async def test_async_is_sync(engine, options):
+    whole = engine(**options).query(QUESTION)
+    assert (await engine(**options).aquery(QUESTION)).response == whole.response
+    streamed = await engine(streaming=True, **options).aquery(QUESTION)
     assert isinstance(streamed, AsyncStreamingResponse)
     assert "".join([piece async for piece in streamed.async_response_gen()]) == whole.response
     assert streamed.source_nodes == whole.source_nodes
@@ -171,18 +176,8 @@ def passages(kb, k: int = 2) -> list[rc.Passage]:
 
 
 def test_a_template_is_completed_by_a_model_without_a_chat_template(kb, engine):
-    template = PromptTemplate("Context:\n{context_str}\nAsked: {query_str}\nSaid:")
     expected = kb.complete(["Context:\n", *passages(kb), f"\nAsked: {QUESTION}\nSaid:"], sampling=SAMPLING)
-    assert engine(k=2, text_qa_template=template).query(QUESTION).response == expected.text
-
-
-async def test_a_template_is_streamed_too(engine):
-    template = PromptTemplate("Context:\n{context_str}\nAsked: {query_str}\nSaid:")
-    whole = engine(text_qa_template=template).query(QUESTION).response
-    assert "".join(engine(text_qa_template=template, streaming=True).query(QUESTION).response_gen) == whole
-    assert (await engine(text_qa_template=template).aquery(QUESTION)).response == whole
-    streamed = await engine(text_qa_template=template, streaming=True).aquery(QUESTION)
-    assert "".join([piece async for piece in streamed.async_response_gen()]) == whole
+    assert engine(k=2, text_qa_template=TEMPLATE).query(QUESTION).response == expected.text
 
 
 TEMPLATES = {
@@ -212,11 +207,10 @@ def test_context_in_a_system_message_is_read_there(kb, engine, chat_template):
 
 
 def test_a_question_with_braces_in_it_stays_a_question(kb, engine):
-    template = PromptTemplate("Context:\n{context_str}\nAsked: {query_str}\nSaid:")
     tricky = "Is {context_str} or {query_str} {here}?"
     found = [rc.Passage(hit.chunk.text) for hit in kb.retrieve(tricky, k=2)]
     expected = kb.complete(["Context:\n", *found, f"\nAsked: {tricky}\nSaid:"], sampling=SAMPLING)
-    assert engine(k=2, text_qa_template=template).query(tricky).response == expected.text
+    assert engine(k=2, text_qa_template=TEMPLATE).query(tricky).response == expected.text
 
 
 def test_other_variables_of_a_template_are_filled_in(kb, llm):

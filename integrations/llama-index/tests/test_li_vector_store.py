@@ -145,19 +145,6 @@ def test_a_store_is_there_when_it_is_opened_again(tmp_path, lm, nodes):
 # What is found
 
 
-def test_results_are_a_brute_force_search(store, nodes):
-    store.add(nodes)
-    vectors = np.array(
-        [BagOfWords().embed_query(f"topic: {n.node_id}\nrank: {i}\n\n{n.text}") for i, n in enumerate(nodes)]
-    )
-    scores = vectors @ BagOfWords().embed_query(RIVER)
-    order = np.argsort(-scores)
-    result = store.query(query(RIVER, 3))
-    assert result.ids == [nodes[row].node_id for row in order[:3]]
-    assert ids(result.nodes) == result.ids
-    np.testing.assert_allclose(result.similarities, scores[order[:3]], atol=1e-6)
-
-
 def test_variety_is_that_of_the_engine(store, nodes):
     nodes.append(TextNode(id_="rivers again", text=nodes[2].text, metadata=nodes[2].metadata))
     store.add(nodes)

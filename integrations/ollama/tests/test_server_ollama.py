@@ -9,7 +9,7 @@ import jsonschema
 import ollama
 import pytest
 from engine_texts import TEXTS
-from scripted import script
+from scripted import BROKEN, CALL, SEARCH, THINKS, THOUGHT, script
 from serving import Served, serving, wait_for
 
 import ragcache as rc
@@ -20,12 +20,6 @@ from ragcache_ollama.bodies import Turn, messages_of
 QUESTION = "Where does the cat sit?"
 ASKED = [{"role": "user", "content": QUESTION}]
 SHORT = {"num_predict": 8}
-PLACE = {"type": "object", "properties": {"name": {"enum": ["Kelbrook", "Arno"]}}, "required": ["name"]}
-SEARCH = {"type": "function", "function": {"name": "search", "description": "Finds texts.", "parameters": PLACE}}
-CALL = '<tool_call>\n{"name": "search", "arguments": {"name": "Arno"}}\n</tool_call>'
-BROKEN = '<tool_call>\n{"name": "search", "arguments": {"name": }}\n</tool_call>'
-THINKS = "{# <think> #}{{ '(quiet)' if enable_thinking == false }}{{ reasoning_effort }}{{ messages[-1].content }}"
-THOUGHT = "<think>\nWho is it?\n</think>\n\nJonas."
 
 
 @pytest.fixture

@@ -49,11 +49,7 @@ def test_pages_go_on_from_what_was_deleted(records, monkeypatch):
     records.add(items(*"abcde"))
     records.add(items("x", owner="you"))
     records.delete("bdx")
-    for bounds, right in (
-        ({"after": "b"}, "ce"),
-        ({"after": "d"}, "e"),
-        ({"after": ""}, "ace"),
-    ):
+    for bounds, right in (({"after": "b"}, "ce"), ({"after": "d"}, "e"), ({"after": ""}, "ace")):
         assert names(records.page("item", "me", limit=9, newest_first=False, **bounds)) == list(right)
     records.add(items("b"))  # one that is there again bounds where it is now
     assert names(records.page("item", "me", limit=9, newest_first=True, after="b")) == list("eca")

@@ -3,11 +3,10 @@
 from functools import reduce
 from operator import add
 
-import numpy as np
 import pytest
 from engine_texts import TEXTS
 from langchain_core.messages import HumanMessage, SystemMessage
-from langchain_openai import ChatOpenAI, OpenAIEmbeddings
+from langchain_openai import ChatOpenAI
 from openai import BadRequestError
 from serving import serving
 
@@ -37,15 +36,6 @@ async def test_a_chat_and_its_stream(shared, shared_kb):
 
     with pytest.raises(BadRequestError, match="the model's chat template shows no tools"):
         chat.bind_tools([weather]).invoke(QUESTION)
-
-
-def test_embeddings(shared, shared_kb):
-    # Without the check LangChain sends text; with it, ids of OpenAI's tokenizer, which mean nothing here.
-    embeddings = OpenAIEmbeddings(
-        model="bag-of-words", base_url=shared.base_url, api_key="none", check_embedding_ctx_length=False
-    )
-    found = embeddings.embed_documents(["Cats sit.", "Dogs bark."])
-    np.testing.assert_array_equal(np.array(found, np.float32), shared_kb.embedder.embed(["Cats sit.", "Dogs bark."]))
 
 
 @pytest.mark.parametrize("stream", [False, True])

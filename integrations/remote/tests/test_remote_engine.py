@@ -295,10 +295,7 @@ async def test_async_twins_work(front, vllm):
 # What goes wrong
 
 
-@pytest.mark.parametrize(
-    "method",
-    ["a3", "prophet", "cacheblend", "samkv", "ape", "concat"],
-)
+@pytest.mark.parametrize("method", ["a3", "prophet", "cacheblend", "samkv", "ape", "concat"])
 def test_methods_that_need_the_model_are_refused_by_name(kb, front, vllm, method):
     recipe = rc.METHODS[method].recipes[0]
     message = f"method '{method}' chooses or weighs tokens.*use 'full' or 'reposition' or 'epic'"

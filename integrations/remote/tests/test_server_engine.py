@@ -1,9 +1,6 @@
 """The server over a store whose model runs in vLLM (a double)."""
 
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from serving import serving
 
 import ragcache as rc
@@ -51,12 +48,9 @@ def test_where_a_failing_engine_is_stays_here(served, vllm):
     assert "127.0.0.1" not in failed.text
 
 
-def test_the_engines_spans_are_within_the_servers(served, vllm, monkeypatch):
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(tracing, "tracer", lambda: provider.get_tracer("ragcache"))
+def test_the_engines_spans_are_within_the_servers(served, vllm, exported, monkeypatch):
     served.chat("When does the club meet?")
-    (whole,) = [span for span in exporter.get_finished_spans() if span.name.startswith("chat ")]
+    (whole,) = [span for span in exported.get_finished_spans() if span.name.startswith("chat ")]
     ids = f"00-{whole.context.trace_id:032x}-{whole.context.span_id:016x}"
     assert [trace[:52] for trace in vllm.traces] == [ids]
     monkeypatch.setattr(tracing, "tracer", lambda: None)

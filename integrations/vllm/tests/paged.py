@@ -1,9 +1,11 @@
 """Pages of vLLM's cache without vLLM, and a worker that places blocks on them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from op_counts import PagedAttention
+from placed_oracle import AT, angles_at, turned
 from torch import Tensor
 
 from ragcache.fusion.layout import Span
@@ -64,6 +66,24 @@ def worker(
     side = WorkerSide(blocks.get, lm.rope, shard, PAGE_TOKENS, lane, by_kernel=by_kernel)  # type: ignore[arg-type]
     side.register(layers, lm.dtype, 128)
     return side
+
+
+def assert_parts_placed(kernel: Any, blocks, parts_of, pages, slots: Tensor, half: int, rtol: float, atol: float):
+    """Place parts of three blocks, heads 1 and 2 of three, on NaN pages: each token is on its slot as float64 turns it,
+    and nothing is anywhere else.
+    """
+    keys, values = pages
+    kernel.place(1, angles_at(AT, len(slots), half), keys, values, slots, 1)
+    cut = [slice(offset, offset + count) for offset, count in parts_of]
+    plain_keys = torch.cat([block.layer_keys(1)[1:, part] for block, part in zip(blocks, cut, strict=True)], 1)
+    plain_values = torch.cat([block.layer_values(1)[1:, part] for block, part in zip(blocks, cut, strict=True)], 1)
+    page, row = slots // keys.shape[2], slots % keys.shape[2]
+    expected = torch.from_numpy(turned(plain_keys.double().numpy(), AT, half))
+    torch.testing.assert_close(keys[:, page, row].double(), expected, rtol=rtol, atol=atol)
+    assert torch.equal(values[:, page, row], plain_values.to(values.dtype))
+    for one in pages:
+        one[:, page, row] = torch.nan
+        assert one.isnan().all(), "a slot of no token was written to"
 
 
 def step(side: WorkerSide, loads: Sequence[Load] = LOADS) -> None:

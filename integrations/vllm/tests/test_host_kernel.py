@@ -1,15 +1,15 @@
 """Blocks on a CPU's pages by the function in C++, against the plain way and NumPy. No vLLM is needed."""
 
 import logging
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from families import save_tiny
-from paged import LOADS, NUM_LAYERS, PAGE_TOKENS, paged_layers, step, worker
-from placed_oracle import AT, angles_at, random_block, turned
+from paged import LOADS, NUM_LAYERS, PAGE_TOKENS, assert_parts_placed, paged_layers, step, worker
+from placed_oracle import random_block
+from waiting import until
 
 import ragcache as rc
 from ragcache import native
@@ -89,30 +89,16 @@ def test_parts_of_blocks_go_to_their_slots_and_nowhere_else(dtype, to, by_channe
     runs = torch.randperm(num_pages * page_tokens // 7, generator=torch.Generator().manual_seed(1))
     slots = (runs[:, None] * 7 + torch.arange(7)).flatten()[:total].contiguous()
     cache = torch.full((num_pages, HEADS - 1, page_tokens, 2 * WIDTH), torch.nan, dtype=to)
-    keys, values = page_views(cache, by_channel=by_channel)
+    pages, bound = page_views(cache, by_channel=by_channel), torch.finfo(to).eps
     kernel = HostKernel.of(blocks, torch.device("cpu"), parts_of)
-    kernel.place(1, angles_at(AT, total, half), keys, values, slots, 1)
-    cut = [slice(offset, offset + count) for offset, count in parts_of]
-    plain_keys = torch.cat([block.layer_keys(1)[1:, part] for block, part in zip(blocks, cut, strict=True)], 1)
-    plain_values = torch.cat([block.layer_values(1)[1:, part] for block, part in zip(blocks, cut, strict=True)], 1)
-    page, row = slots // page_tokens, slots % page_tokens
-    expected = torch.from_numpy(turned(plain_keys.double().numpy(), AT, half))
-    bound = torch.finfo(to).eps
-    torch.testing.assert_close(keys[:, page, row].double(), expected, rtol=bound, atol=max(bound / 8, 1e-6))
-    assert torch.equal(values[:, page, row], plain_values.to(to))
-    for pages in (keys, values):
-        pages[:, page, row] = torch.nan
-        assert pages.isnan().all(), "a slot of no token was written to"
+    assert_parts_placed(kernel, blocks, parts_of, pages, slots, half, rtol=bound, atol=max(bound / 8, 1e-6))
 
 
 def test_a_load_ahead_has_ended_when_its_pages_are_there(lm):
     blocks, layers = blocks_of(lm), paged_layers(lm)
     side = worker(lm, blocks, layers)
     side.begin([Load("one", LOADS[0].stretches, LOADS[0].page_ids, [], 90, True)])
-    until = time.monotonic() + 60
-    while not (done := side.finished()) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert done == {"one"}
+    until(lambda: side.finished() == {"one"})
     assert_same(layers, placed_plainly(lm, blocks, LOADS[:1]))
     side.close()
 

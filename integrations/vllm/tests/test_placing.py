@@ -3,19 +3,18 @@ needed."""
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from families import load_tiny
-from paged import LOADS, NUM_LAYERS, PAGE_TOKENS, WHOLE, paged_layers, step, worker
-from placed_oracle import AT, angles_at, coded, turned
+from paged import LOADS, NUM_LAYERS, PAGE_TOKENS, WHOLE, assert_parts_placed, paged_layers, step, worker
+from placed_oracle import coded
 from placed_oracle import random_block as block_of
 from torch import Tensor
+from waiting import until
 
 from ragcache.fusion.place_check import random_block
 from ragcache.kv.block import KVBlock
@@ -103,18 +102,9 @@ def test_parts_of_blocks_go_to_their_slots_and_nowhere_else(order, page_tokens, 
     parts_of = [(530, 50), (8, 32), (0, 1)]  # of int8, behind the first group of keys
     total = sum(count for _, count in parts_of)
     slots = torch.randperm(FEW_PAGES * page_tokens, generator=torch.Generator().manual_seed(1))[:total]
-    keys, values = nan_pages(HEADS - 1, page_tokens, order)
-    PlaceKernel.of(blocks, torch.device("cpu"), parts_of).place(1, angles_at(AT, total, 6), keys, values, slots, 1)
-    cut = [slice(offset, offset + count) for offset, count in parts_of]
-    plain_keys = [block.layer_keys(1)[1:, part] for block, part in zip(blocks, cut, strict=True)]
-    plain_values = [block.layer_values(1)[1:, part] for block, part in zip(blocks, cut, strict=True)]
-    page, row = slots // page_tokens, slots % page_tokens
-    expected = turned(np.concatenate([part.double().numpy() for part in plain_keys], 1), AT, 6)
-    np.testing.assert_allclose(keys[:, page, row].double().numpy(), expected, rtol=1e-6, atol=1e-5)
-    assert torch.equal(values[:, page, row], torch.cat(plain_values, 1))
-    for pages in (keys, values):
-        pages[:, page, row] = torch.nan
-        assert pages.isnan().all(), "what has no slot was written to"
+    pages = nan_pages(HEADS - 1, page_tokens, order)
+    kernel = PlaceKernel.of(blocks, torch.device("cpu"), parts_of)
+    assert_parts_placed(kernel, blocks, parts_of, pages, slots, 6, rtol=1e-6, atol=1e-5)
 
 
 def test_pages_lie_as_vllm_says(lm):
@@ -231,15 +221,11 @@ def test_a_load_ahead_has_ended_when_its_pages_are_there(lm, raw):
     lane = LateLane(layers, gate)
     side = worker(lm, raw, layers, lane=lane)
     side.begin([ahead])
-    until = time.monotonic() + 60
-    while lane.log.count("run") < NUM_LAYERS and time.monotonic() < until:
-        time.sleep(0.01)
+    until(lambda: lane.log.count("run") >= NUM_LAYERS)
     assert side.finished() == set()
     assert not any(arrived(layers))
     gate.set()
-    while not (done := side.finished()) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert done == {"one"}
+    until(lambda: side.finished() == {"one"})
     assert_alike(layers, plain)
     assert lane.log[:2] == ["drop", "follow"], "the model's stream, before the thread begins"
     side.close()
