@@ -201,6 +201,40 @@ def test_what_leaves_is_counted_until_it_has_left_and_what_comes_is_in_use_at_on
     assert same(held, make_block(2, num_tokens=1))
 
 
+def test_a_key_put_twice_at_once_counts_once():
+    """A second thread's put ends while the first one copies."""
+    tier = tiers.MemoryTier(4 * ONE, LRU())
+    copied = tier._made
+    other = [make_block(2)]
+
+    def copy(make: Callable[..., Tensor]) -> Tensor:
+        while other:
+            assert tier.put(make_key(1), other.pop()) is not None
+        return copied(make)
+
+    tier._made = copy  # type: ignore[method-assign]
+    tier.put(make_key(1), make_block(1))
+    assert same(tier.get(make_key(1)), make_block(1))
+    assert tier.usage() == tiers.TierUsage(1, ONE)
+
+
+def test_the_policy_is_asked_under_the_tiers_lock():
+    methods = ("insert", "touch", "remove", "victims", "evict", "admits")
+    calls: dict[str, bool] = {}
+
+    class Watched(LRU):
+        def __getattribute__(self, name: str) -> object:
+            if name in methods:
+                calls[name] = calls.get(name, True) and tier._lock.locked()
+            return super().__getattribute__(name)
+
+    tier = tiers.MemoryTier(ONE, Watched())
+    put_all(tier, [0, 1, 1])
+    tier.get(make_key(1))
+    tier.delete(make_key(1))
+    assert calls == dict.fromkeys(methods, True)
+
+
 def test_the_policy_learns_sizes_and_tokens():
     seen: list[Entry] = []
 

@@ -137,6 +137,17 @@ def test_a_writer_waits_then_gives_up(url):
         put(impatient, "b")
 
 
+def test_a_writer_that_reads_first_has_the_lock(tmp_path):
+    """Otherwise a commit between its read and its write would make the write fail."""
+    path = tmp_path / "documents.sqlite3"
+    with DocumentStore.open(path) as store, DocumentStore.open(path, busy_timeout_s=0.1) as other:
+        with store.database.write() as connection:
+            connection.exec_driver_sql("SELECT value FROM ragcache_counters")
+            with pytest.raises(errors.StoreBusyError):
+                put(other, "a")
+        put(other, "a")
+
+
 def test_readers_never_see_half_a_change(url):
     """One writer replaces a document of n chunks, n changing; readers count."""
     with DocumentStore.open(url) as store, DocumentStore.open(url, read_only=True) as reader:

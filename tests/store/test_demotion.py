@@ -97,8 +97,10 @@ def test_a_lossy_block_of_another_codec_is_written_as_it_was_held(tmp_path):
 def test_what_was_only_remembered_is_never_written(tmp_path):
     with KVStore(tmp_path, memory_bytes=ONE) as store:
         store.put(make_key(0), make_block(0), "memory")
+        assert make_key(0) in store
         store.put(make_key(1), make_block(1))
         assert where(store, 2) == [None, "memory"]
+        assert make_key(0) not in store
         assert list(store.keys()) == [make_key(1)]
 
 

@@ -12,6 +12,7 @@ from ragcache.prompt import Prompt, encode_text
 from ragcache_eval.case import Case, CasePassage
 from ragcache_eval.journal import Journal, Ledger, Score
 from ragcache_eval.methods import MethodSpec, default_methods, parse_methods
+from ragcache_eval.reading import WrittenAnswer
 from ragcache_eval.report import markdown, summarise
 from ragcache_eval.runner import NO_PASSAGES, Runner, RunSettings
 
@@ -59,6 +60,12 @@ def test_distances_along_the_reference_answer_against_plain_transformers(runner,
     agrees = full.argmax(-1) == blocked.argmax(-1)
     assert score.top1_answer == pytest.approx(agrees.double().mean())
     assert score.top1_first is bool(agrees[0])
+
+
+@pytest.mark.parametrize(("tail", "written"), [("", "on the mat"), ("A:\n", "on the mat"), ("A:", " on the mat")])
+def test_a_reference_answer_has_a_space_where_the_prompt_has_none(runner, tail, written):
+    other = Runner(runner.lm, replace(runner.form, tail=tail), RunSettings(max_tokens=20))
+    assert other._reference_ids(CASES[0], WrittenAnswer("", ())) == encode_text(runner.lm.tokenizer, written)
 
 
 def greedy(model, ids: list[int], count: int) -> list[int]:

@@ -375,7 +375,7 @@ def test_numbers_that_never_change_are_restored() -> None:
 
 
 def test_unpacked_codes_keep_their_budget_and_their_blocks() -> None:
-    recent, made = Recent(100), list[int]()
+    recent, made = Recent(80), list[int]()
 
     def codes(number: int) -> torch.Tensor:
         made.append(number)
