@@ -162,7 +162,8 @@ class Answer:
         """Return all fields but `reasons` as JSON values, the hits as `sources_to_json` writes them."""
         value = asdict(replace(self, hits=[], reasons=tuple))  # asdict would copy the store that `reasons` holds
         del value["reasons"]
-        return value | {"hits": sources_to_json(self.hits)}
+        lists = {name: list(items) for name, items in value.items() if isinstance(items, tuple)}
+        return value | lists | {"hits": sources_to_json(self.hits)}
 
 
 def sources_to_json(hits: Sequence[Source]) -> list[dict[str, Any]]:

@@ -94,7 +94,7 @@ def test_a_block_whose_chunk_cannot_be_marked_is_no_orphan(open_kb, tmp_path, mo
     def refuse(*_arguments):
         raise StoreFailedError("the device fails")
 
-    monkeypatch.setattr(type(kb.store.documents), "set_handle", refuse)
+    monkeypatch.setattr(type(kb.store.documents), "set_handles", refuse)
     assert ask(kb).text
     assert list(kb.store.kv.keys()) == []
 

@@ -400,8 +400,12 @@ def test_a_stream_that_is_not_read_to_its_end_stops_the_engine(front, vllm):
     assert vllm.left.wait(10)
 
 
-def test_a_store_read_behind_neighbours_is_refused(kb, front, open_kb):
-    """A request names blocks by the tokens of the prompt alone."""
-    open_kb(store=rc.StoreConfig(neighbours=2)).close()
-    with pytest.raises(ConfigError, match=r"encoded behind neighbours.*leave out engine="):
-        front()
+def test_neighbours_travel_with_the_places_of_their_blocks(kb, front, vllm, open_kb):
+    with open_kb(store=rc.StoreConfig(neighbours=2), method="reposition") as here:
+        hits = here.ask(QUESTION, k=3, sampling=rc.Sampling(max_tokens=1)).hits  # computes what is missing
+        whole = here._parts.block_keys.with_neighbours([hit.chunk for hit in hits])
+    answer = front(method="reposition").ask(QUESTION, k=3)
+    layout = layout_of(vllm.bodies[-1])
+    assert layout.neighbours[-3:] == tuple(chunk.neighbours for chunk in whole)
+    assert all(layout.neighbours[-3:])
+    assert answer.hits[0].handle != kb.ask(QUESTION, k=3).hits[0].handle
