@@ -13,11 +13,8 @@ import io
 import itertools
 import math
 import os
-import re
 import socket
 import statistics
-import subprocess
-import sys
 import threading
 import time
 import zipfile
@@ -35,9 +32,9 @@ import torch
 import ragcache as rc
 from benchmarks.report import Goal, Result
 from benchmarks.runner import Run
+from benchmarks.served import ServedStore, bearer
 from benchmarks.timing import Ratio, Variant, alternate, ratio
 from ragcache.engine.keys import Key
-from ragcache.errors import ConfigError
 
 ALICE, BOB = "alice-of-the-benchmark", "bob-of-the-benchmark"
 BEFORE = {
@@ -71,30 +68,13 @@ class Settings:
     rounds: int = 400
 
 
-class Server:
-    """A server's process. log: its standard error"""
+class Server(ServedStore):
+    """A server with two API keys."""
 
     def __init__(self, folder: Path, *options: str) -> None:
-        self.log = folder / "log"
-        environment = {**os.environ, "RAGCACHE_API_KEYS": f"{ALICE},{BOB}", "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, "-m", "ragcache", "serve", "--store", str(folder / "kb"), "--port", "0", *options]
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log)
-        said = re.search(r"http://\S+?:\d+", (self.process.stdout or io.BytesIO()).readline().decode())
-        if said is None:
-            raise ConfigError(f"the server does not start: {self.log.read_text()[-500:]}")
-        self.url = said[0]
+        super().__init__(folder, *options, key=BOB, RAGCACHE_API_KEYS=f"{ALICE},{BOB}")
         host, port = self.url.removeprefix("http://").split(":")
         self.address = host, int(port)
-        self.http = httpx.Client(base_url=self.url, timeout=300, trust_env=False)
-        while self.http.get("/readyz").status_code != 200:
-            time.sleep(0.1)
-        self.model = self.http.get("/v1/models", headers=bearer(BOB)).json()["data"][0]["id"]
-
-    def close(self) -> None:
-        self.http.close()
-        self.process.terminate()
-        self.process.communicate(timeout=60)
 
     def ask(self, key: str, question: str, **fields: Any) -> tuple[int, float]:
         """Return the status and the seconds of a question."""
@@ -108,10 +88,6 @@ class Server:
         started = time.perf_counter()
         report = httpx.post(f"{self.url}/v1/documents", headers=bearer(key), timeout=300, trust_env=False, **content)
         return report.json(), time.perf_counter() - started
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
 
 
 @contextmanager

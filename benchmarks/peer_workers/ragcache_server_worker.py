@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import atexit
 import json
-import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import ragcache as rc
 from benchmarks.peer_workers.channel import Answer, Prompt, replay_by, serve
+from benchmarks.served import ServedStore
 
 MOST_AT_ONCE = 64
 MOST_DOCUMENTS = 8
@@ -40,7 +37,6 @@ class RagCacheServerWorker:
         options = {
             "--model": str(model),
             "--dtype": config["dtype"],
-            "--store": str(folder / "kb"),
             "--recipe": "isolated",
             "--learn": "off",
             "--memory": str(config["kv_bytes"]),
@@ -48,20 +44,9 @@ class RagCacheServerWorker:
             "--slots": str(config["askers"]),
             "--queue": str(MOST_AT_ONCE),
             "--system": "",
-            "--port": "0",
         }
-        command = [sys.executable, "-m", "ragcache", "serve", *(one for pair in options.items() for one in pair)]
-        self._server = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
-        atexit.register(self._server.terminate)
-        assert self._server.stdout is not None
-        line = self._server.stdout.readline().decode()
-        address = re.search(r"http://\S+?:\d+", line)
-        if address is None:
-            raise RuntimeError(f"the server did not start: {line!r}")
-        self._http = httpx.Client(base_url=address[0], timeout=600, trust_env=False)
-        while self._http.get("/readyz").status_code != 200:
-            time.sleep(0.1)
-        self._name = self._http.get("/v1/models").json()["data"][0]["id"]
+        self._server = ServedStore(folder, *(one for pair in options.items() for one in pair))
+        atexit.register(self._server.close)
         self._threads = config["threads"]
 
     def about(self) -> dict[str, Any]:
@@ -92,13 +77,13 @@ class RagCacheServerWorker:
     def _stream(self, variant: str, prompt: Prompt, tokens: int) -> Iterator[dict[str, Any]]:
         """Yield the chunks of an answer. Raises RuntimeError for a refused request, or an error in the stream."""
         body = {
-            "model": self._name,
+            "model": self._server.model,
             "messages": [{"role": "user", "content": words(prompt.suffix)}],
             "max_tokens": tokens,
             "stream": True,
             "ragcache": {"method": variant, "documents": [{"text": words(one)} for one in prompt.passages]},
         }
-        with self._http.stream("POST", "/v1/chat/completions", json=body) as reply:
+        with self._server.http.stream("POST", "/v1/chat/completions", json=body) as reply:
             if reply.is_error:
                 reply.read()
                 raise RuntimeError(f"{reply.status_code}: {reply.text[:300]}")
