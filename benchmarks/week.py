@@ -5,10 +5,10 @@
 
 The whole log is counted without a model, for two caches of the same size: a cache of passages, found by their content,
 with system prompts as prefixes; and a cache of whole prefixes. Then `requests` requests of the log go to each peer,
-first one after another, then at the log's own times, divided by each of `speeds`, until the 95th percentile of the time
-to the first token exceeds TWICE that of a single asker. Each part of a prompt is a run of random tokens of the logged
-length, the same for the same hash; parts that are not passages are drawn anew for each speed, so that no peer has
-answered the prompt before. The weights are random.
+first one after another, then at the log's own times, divided by some of `speeds`: a bisection looks for the speed at
+which the 95th percentile of the time to the first token exceeds TWICE that of a single asker. Each part of a prompt is
+a run of random tokens of the logged length, the same for the same hash; parts that are not passages are drawn anew for
+each speed, so that no peer has answered the prompt before. The weights are random.
 
 `trace`: a directory of RAGPulse or a file of `ragcache record` or of Mooncake; see `ragcache_plan.logs`. Prompts of a
 real tokenizer repeat white space and templates, which random tokens do not; no cache here uses such repetitions: only
@@ -47,7 +47,6 @@ OURS, PREFIXES = "passages and prefixes", "prefix cache"
 OURS_LIVE = "ragcache reposition"
 SERVER = PeerSpec("ragcache-server", "ragcache_server_worker", None, ("reposition",), "ragcache serve,")
 PEERS = {**ENGINES, SERVER.name: SERVER}
-VARIANTS = {"ragcache": ("reposition", "full")}  # full: the engine's own prefix cache
 ALONE = 10
 """Requests that are answered one after another, to measure the wait of a single asker."""
 TWICE = 2.0
@@ -229,14 +228,14 @@ def replay(settings: Settings, requests: Sequence[LoggedRequest], run: Run) -> d
         "max_tokens": -(-longest // 256) * 256,
         "askers": 8,
     }
-    asked = {name: VARIANTS.get(name, PEERS[name].variants[:1]) for name in settings.peers}
-    for name, variant in ((name, variant) for name, variants in asked.items() for variant in variants):
+    for name in settings.peers:
+        variant = PEERS[name].variants[0]
         row = PEERS[name].labels()[variant]
         directory = run.workdir / row.replace(" ", "-")
         try:
             with PeerProcess(PEERS[name], settings.environments.resolve(), config, directory) as peer:
                 peer.ask(variant, [{"passages": [[1] * 16], "suffix": [2]}], 2)
-                if known and variant != "full":
+                if known:
                     peer.read(known)
                 rows[row] = speeds_of(peer, variant, due, settings)
         except PeerError as error:
@@ -248,7 +247,8 @@ def replay(settings: Settings, requests: Sequence[LoggedRequest], run: Run) -> d
 def speeds_of(peer: PeerProcess, variant: str, requests: Sequence[LoggedRequest], settings: Settings) -> dict[str, Any]:
     """Return a single asker's wait for the first token, the figures by speed, and the answers/s at TWICE that wait.
 
-    The latter are interpolated between speeds; below the slowest and above the fastest speed they are that speed's.
+    A bisection looks for the speed at which the wait exceeds that limit. The answers/s are interpolated between speeds;
+    below the slowest and above the fastest speed they are that speed's.
     """
     lengths = [request.num_tokens for request in requests]
     tokens = [max(1, min(request.output_tokens, settings.answer)) for request in requests]
@@ -257,15 +257,19 @@ def speeds_of(peer: PeerProcess, variant: str, requests: Sequence[LoggedRequest]
         for request, count in zip(requests[:ALONE], tokens, strict=False)
     ]
     alone = _quantiles(single)
-    by_speed = dict[str, Any]()
-    for speed in settings.speeds:
+    limit_s = TWICE * alone["p95"]
+    by_speed = dict[float, Any]()
+    within, beyond = 0, len(settings.speeds)  # speeds[:within] keep the limit, speeds[beyond:] exceed it
+    while within < beyond:
+        speed = settings.speeds[middle := (within + beyond) // 2]
         at = [(request.at - requests[0].at) / speed for request in requests]
         _say(f"{peer.spec.name} {variant}: {len(requests)} requests in {at[-1]:.0f} s")
         prompts = [prompt_of(request, settings, f"{speed:g}") for request in requests]
-        by_speed[f"{speed:g}"] = row = replayed(peer.replay(variant, prompts, tokens, at), at, lengths)
-        if row["first_s"]["p95"] > TWICE * alone["p95"]:
-            break
-    return {"alone_s": alone, "speeds": by_speed, "at_twice": answers_at(by_speed, TWICE * alone["p95"])}
+        by_speed[speed] = row = replayed(peer.replay(variant, prompts, tokens, at), at, lengths)
+        kept = row["first_s"]["p95"] <= limit_s
+        within, beyond = (middle + 1, beyond) if kept else (within, middle)
+    speeds = {f"{speed:g}": by_speed[speed] for speed in sorted(by_speed)}
+    return {"alone_s": alone, "speeds": speeds, "at_twice": answers_at(speeds, limit_s)}
 
 
 def answers_at(by_speed: Mapping[str, Any], limit_s: float) -> float:
@@ -326,8 +330,8 @@ def goals(figures: Mapping[str, Any]) -> Iterator[Goal]:
     rows = figures.get("replay", {}).get("rows", {})
     if {OURS_LIVE, "vllm"} <= set(rows):
         own, other = rows[OURS_LIVE], rows["vllm"]
-        slowest = next(iter(other["speeds"]))
-        first, theirs = (row["speeds"][slowest]["first_s"]["p50"] for row in (own, other))
+        common = next(speed for speed in own["speeds"] if speed in other["speeds"])  # the middle one always is
+        first, theirs = (row["speeds"][common]["first_s"]["p50"] for row in (own, other))
         yield Goal("p50 of the first token / vLLM's with prefix caching", "at most", 0.35, first / theirs, True, 1)
         share = own["at_twice"] / other["at_twice"]
         yield Goal("answers/s at twice one asker's first token / vLLM's", "at least", 2.5, share, True, 1)
@@ -369,8 +373,8 @@ def _replay_lines(replay: Mapping[str, Any], settings: Mapping[str, Any]) -> Ite
         f"{replay['requests']} requests that the log has in {replay['span_s']:.0f} s, {settings['shape']}, "
         f"{settings['dtype']}; {replay['left_out']} were too long for the shape. Passages "
         f"{'were' if settings['ingested'] else 'were not'} read beforehand. Seconds to the first token; alone: "
-        f"{min(ALONE, replay['requests'])} requests one after another. No higher speed was tried once p95 was above "
-        "twice that of alone."
+        f"{min(ALONE, replay['requests'])} requests one after another. A bisection chose the speeds, to find where p95 "
+        "exceeds twice that of alone."
     )
     yield ""
     yield "| replayed by | times as fast | tokens found | p50, s | p95 | p99 | answers/s | behind at the end, s |"

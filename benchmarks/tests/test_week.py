@@ -126,8 +126,8 @@ def test_a_slice_is_counted_replayed_and_drawn(log, tmp_path):
     found = main("week", [*given, *peers, "--answer", "3", "--out", str(tmp_path)]).to_json()
     replay = found["figures"]["replay"]
     assert replay["requests"] == 4
-    found = {row: one["speeds"]["36000"]["found"] for row, one in replay["rows"].items()}
-    assert found["ragcache reposition"] == found["ragcache serve, reposition"] > found["ragcache full"]
+    found = {row: one["speeds"]["72000"]["found"] for row, one in replay["rows"].items()}
+    assert found["ragcache reposition"] == found["ragcache serve, reposition"] > 0.3
     assert all(one["alone_s"]["p95"] > 0 and one["at_twice"] > 0 for one in replay["rows"].values())
     assert "environment was not made" in replay["not_run"]["vllm"]
     page = (tmp_path / "week.md").read_text()
