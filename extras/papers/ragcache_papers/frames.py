@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 
 import numpy as np
 import zstandard
@@ -32,8 +33,9 @@ def check_frames(tensors: Mapping[str, Tensor], sizes: Iterable[int]) -> None:
     bounds = [0, *tensors["ends"].tolist()]
     if bounds != sorted(bounds) or bounds[-1] != tensors["stream"].numel():
         raise DamagedBlockError("the frames of an entropy-coded block do not end where its stream ends")
-    for number, size in enumerate(sizes):
-        _frame(tensors, number, size)
+    stream = memoryview(tensors["stream"].cpu().numpy())  # type: ignore[arg-type]
+    for number, ((start, end), size) in enumerate(zip(pairwise(bounds), sizes, strict=True)):
+        _check_size(stream[start:end], number, size)
 
 
 def read_frame(tensors: Mapping[str, Tensor], number: int, size: int) -> Tensor:
@@ -59,10 +61,14 @@ def _frame(tensors: Mapping[str, Tensor], number: int, size: int) -> memoryview:
     *before, end = tensors["ends"][max(0, number - 1) : number + 1].tolist()
     start = before[0] if before else 0
     frame = memoryview(tensors["stream"][start:end].cpu().numpy())  # type: ignore[arg-type]
+    _check_size(frame, number, size)
+    return frame
+
+
+def _check_size(frame: memoryview, number: int, size: int) -> None:
     try:
         held = zstandard.frame_content_size(frame)
     except zstandard.ZstdError as error:
         raise DamagedBlockError(f"frame {number} of an entropy-coded block is no zstandard frame ({error})") from error
     if held != size:
         raise DamagedBlockError(f"frame {number} of an entropy-coded block holds {held} bytes, not {size}")
-    return frame

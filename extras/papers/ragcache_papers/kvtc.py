@@ -111,7 +111,7 @@ class KvtcCodec(LayerCodec):
         if bounds != sorted(set(bounds)):
             raise DamagedBlockError("the exact tokens of a block are not some of its tokens in ascending order")
         expect(tensors, "numbers", (layers, heads, len(exact), width), _exact_dtype(spec.dtype))
-        groups = self._groups(part, tensors, spec.shape(part))
+        groups = self._groups(self._basis(tensors), part, spec.shape(part))
         expect(tensors, "stream", (tensors["stream"].numel(),), torch.uint8)
         expect(tensors, "ends", (len(WIDTHS) * len(groups),), torch.int64)
         check_frames(tensors, [size for group in groups for size in group.packed_sizes(num_tokens - len(exact))])
@@ -119,16 +119,19 @@ class KvtcCodec(LayerCodec):
     def decode_part(self, part: Part, tensors: Mapping[str, Tensor], layer: int, out: Tensor) -> None:
         heads, num_tokens, width = out.shape
         exact, numbers = tensors["exact"], tensors["numbers"]
-        groups = self._groups(part, tensors, (len(numbers), heads, num_tokens, width))
+        basis = self._basis(tensors)
+        groups = self._groups(basis, part, (len(numbers), heads, num_tokens, width))
         number, group = next((n, group) for n, group in enumerate(groups) if layer in group.layers)
-        codes = self._basis(tensors).recent.get(
+        codes = basis.recent.get(
             tensors["stream"], number, lambda: group.unpack(tensors, len(WIDTHS) * number, num_tokens - len(exact))
         )
-        restored = torch.unflatten(group.restore(codes.to(out.device), layer), 1, (heads, width)).transpose(0, 1)
-        first = len(exact)
+        codes, first = codes.to(out.device), len(exact)
         if not first or int(exact[-1]) == first - 1:  # nearly always only the first tokens are exact: no index
-            out[:, :first], out[:, first:] = numbers[layer], restored
+            out[:, :first] = numbers[layer]
+            group.restore(codes, layer, out[:, first:])
             return
+        restored = out.new_empty(heads, num_tokens - first, width)
+        group.restore(codes, layer, restored)
         coded = torch.ones(num_tokens, dtype=torch.bool).index_fill_(0, exact.cpu(), False).nonzero().flatten()
         out.index_copy_(1, coded.to(out.device), restored)
         out.index_copy_(1, exact.to(out.device), numbers[layer].to(out.device).float())
@@ -136,7 +139,7 @@ class KvtcCodec(LayerCodec):
     def part_bound(self, part: Part, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> float:
         numbers = tensors["numbers"]
         layers, heads, _, width = numbers.shape
-        groups = self._groups(part, tensors, (layers, heads, 0, width))
+        groups = self._groups(self._basis(tensors), part, (layers, heads, 0, width))
         coded = max(group.largest_error * (1 + 2.0**-12) + group.reach * unit_roundoff(dtype) for group in groups)
         if numbers.dtype == dtype or not numbers.numel():
             return coded
@@ -159,8 +162,8 @@ class KvtcCodec(LayerCodec):
         name = bytes(expect(tensors, "basis", (_NAME_BYTES,), torch.uint8).tolist()).hex()
         return self.bases.get(name, Basis)
 
-    def _groups(self, part: Part, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Sequence[Group]:
-        groups = self._basis(tensors).groups(self._number, part, shape)
+    def _groups(self, basis: Basis, part: Part, shape: tuple[int, ...]) -> Sequence[Group]:
+        groups = basis.groups(self._number, part, shape)
         if groups is None:
             raise DamagedBlockError(f"the block's basis was made from other layers than its {shape}")
         return groups

@@ -55,18 +55,19 @@ class Group:
         self.layers = layers
         self.limit = float(flat[LIMIT, 0])
         self.counts = [len(own) for own in of_width]
-        self._levels = levels_of(torch.tensor(WIDTHS).repeat_interleave(torch.tensor(self.counts)))
+        widths = [bits for bits, count in zip(WIDTHS, self.counts, strict=True) for _ in range(count)]
+        self._levels = levels_of(torch.tensor(widths))
         self._scale = flat[SCALE].double()
         self.largest_error = float(self._scale.max()) * math.sqrt(self.limit)
         self.reach = reach(flat[MEAN].double(), components.double(), self._levels)
         grid = grid_of(self.reach)
         if bool((torch.cat([components, flat[MEAN : MEAN + 1]]).double() / grid).frac().any()):
             raise DamagedBlockError("the numbers of a basis are no multiples of one power of two")
-        by_layer = (len(layers), -1)
+        by_head = (len(layers), rows.shape[1], rows.shape[3])
         self._held = {
             torch.device("cpu"): (
-                torch.unflatten(flat[MEAN].clone(), 0, by_layer),
-                torch.unflatten(components, 1, by_layer).transpose(0, 1).contiguous(),
+                flat[MEAN].reshape(by_head).unsqueeze(2).clone(),
+                torch.unflatten(components, 1, by_head).permute(1, 2, 0, 3).contiguous(),
             )
         }
 
@@ -81,7 +82,7 @@ class Group:
     def encode(self, features: Tensor) -> Tensor:
         """Return the codes, int8 [num_tokens, components], that are nearest by least squares in scales."""
         mean, components = self._held[torch.device("cpu")]
-        directions = components.transpose(0, 1).flatten(1).double() / self._scale
+        directions = components.permute(2, 0, 1, 3).flatten(1).double() / self._scale
         steps = directions.norm(dim=1, keepdim=True)
         directions /= steps
         scaled = (features - mean.flatten().double()) / self._scale
@@ -89,22 +90,32 @@ class Group:
         found: Tensor = (torch.linalg.solve(directions @ directions.T, directions @ scaled.T) / steps).T
         return found.round_().clamp_(-self._levels, self._levels).to(torch.int8)
 
-    def restore(self, codes: Tensor, layer: int) -> Tensor:
-        """Return a layer's numbers, float32 [num_tokens, heads * channels], on the codes' device, without rounding."""
-        mean, components = (held[layer - self.layers.start] for held in self._on(codes.device))
+    def restore(self, codes: Tensor, layer: int, out: Tensor) -> None:
+        """Write a layer's numbers into `out`, float32 [heads, num_tokens, channels], without rounding.
+
+        codes: int8 [num_tokens, components], on the device of `out`
+        """
         # With a lower precision, float32 products may be rounded to fewer bits and not be exact.
         exact = torch.float32 if torch.get_float32_matmul_precision() == "highest" else torch.float64
-        return torch.addmm(mean.to(exact), codes.to(exact), components.to(exact)).float()
+        mean, components = (held[layer - self.layers.start].to(exact) for held in self._on(codes.device))
+        factors = codes.to(exact).expand(len(out), -1, -1)
+        if exact == torch.float32:
+            torch.baddbmm(mean, factors, components, out=out)  # into the cache: memory limits the speed, not products
+        else:
+            out.copy_(torch.baddbmm(mean, factors, components))
 
     def errors(self, features: Tensor, codes: Tensor) -> Tensor:
         """Return sums of squared errors in scales, float64 [num_tokens]; see `limit`."""
-        restored = torch.cat([self.restore(codes, layer) for layer in self.layers], dim=1)
-        return ((restored - features) / self._scale).square().sum(1)
+        heads, _, width = self._held[torch.device("cpu")][0][0].shape
+        restored = torch.empty(len(self.layers), heads, len(codes), width)
+        for layer, out in zip(self.layers, restored, strict=True):
+            self.restore(codes, layer, out)
+        return ((restored.permute(2, 0, 1, 3).flatten(1) - features) / self._scale).square().sum(1)
 
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return mean and components on the device.
 
-        Shapes: [layers, layer features] and [layers, components, layer features].
+        Shapes: [layers, heads, 1, channels] and [layers, heads, components, channels].
         """
         if device not in self._held:
             mean, components = self._held[torch.device("cpu")]
