@@ -493,9 +493,7 @@ def test_a_server_for_others_goes_by_any_name_and_keys_come_from_the_environment
 
 
 def test_a_server_for_others_needs_keys(store):
-    command = [sys.executable, "-m", "ragcache", "serve", "--store", str(store), "--host", "0.0.0.0"]
-    environment = {name: value for name, value in os.environ.items() if name != "RAGCACHE_API_KEYS"}
-    refused = subprocess.run(command, capture_output=True, text=True, env=environment)
+    refused = forked.run(forked.COMMAND, "serve", "--store", store, "--host", "0.0.0.0", env=_environment())
     assert (refused.returncode, "API keys are needed" in " ".join(refused.stderr.split())) == (2, True), refused.stderr
 
 

@@ -52,7 +52,9 @@ def oracle_mask(segments, context_len, is_hidden):
     return mask[None, None]
 
 
-@pytest.mark.parametrize("reading", [STANDARD, SEPARATE, HIDDEN])
+@pytest.mark.parametrize(
+    "reading", [*(pytest.param(own, marks=pytest.mark.slow) for own in (STANDARD, SEPARATE)), HIDDEN]
+)
 @torch.no_grad()
 def test_the_packed_forward_is_the_plain_one_under_the_mask(reading, tmp_path):
     made = trainer(tmp_path)

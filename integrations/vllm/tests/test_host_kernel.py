@@ -1,6 +1,7 @@
 """Blocks on a CPU's pages by the function in C++, against the plain way and NumPy. No vLLM is needed."""
 
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -172,13 +173,20 @@ MUTANTS = {
 }
 
 
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache directory of all processes that run the tests: each mutant is compiled once, not once for each dtype."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "mutants"
+
+
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_wrong_function_is_named_and_not_used(lm, mutant, monkeypatch, tmp_path, caplog):
+def test_a_wrong_function_is_named_and_not_used(lm, mutant, monkeypatch, tmp_path, compiled, caplog):
     source = Path(native.__file__).with_name("pages.cpp").read_text(encoding="utf-8")
     assert source.count(MUTANTS[mutant][0]) == 1
     (tmp_path / "native").mkdir()
     (tmp_path / "native" / "pages.cpp").write_text(source.replace(*MUTANTS[mutant]), encoding="utf-8")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(compiled))
     monkeypatch.setattr(native, "__file__", str(tmp_path / "native" / "__init__.py"))
     native.load.cache_clear()
     try:
