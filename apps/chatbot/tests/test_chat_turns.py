@@ -9,6 +9,8 @@ from playwright.sync_api import expect
 
 PHASES = ("queue_s", "retrieve_s", "load_s", "encode_s", "place_s", "prefill_s", "ttft_s", "total_s")
 ENDING = {"method": "full", "timings": dict.fromkeys(PHASES, 0.1)}
+# Pixels between the top of the view and a turn.
+ABOVE = "turn => turn.getBoundingClientRect().top - document.getElementById('scroller').getBoundingClientRect().top"
 
 
 def test_answer_is_copied_and_question_edited(open_tab, site):
@@ -17,7 +19,7 @@ def test_answer_is_copied_and_question_edited(open_tab, site):
     turn.get_by_role("button", name="Copy the answer").click()
     expect(tab.page.locator("#announcer")).to_have_text("Copied")
     assert tab.page.evaluate("navigator.clipboard.readText()") == ANSWER
-    tab.ask(QUESTION)
+    assert tab.ask(QUESTION).evaluate(ABOVE) == pytest.approx(0, abs=1), "each question is scrolled to the top"
     edit, box = turn.get_by_role("button", name="Edit the question"), turn.get_by_role("textbox")
     edit.click()
     expect(box).to_have_value(QUESTION)

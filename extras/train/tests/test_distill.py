@@ -298,7 +298,8 @@ def test_resumed_run_equals_uninterrupted_one(options, tmp_path, changes):
     held = tmp_path / "held.jsonl"
     held.write_text(json.dumps(LINES[1]) + "\n", encoding="utf-8")
     options = replace(options, steps=7, save_every=2, keep_checkpoints=3, evaluate=held, evaluate_every=3, **changes)
-    whole, (report, _) = train(options), resumed(options, tmp_path / "stopped", 5)
+    whole, (report, after_stop) = train(options), resumed(options, tmp_path / "stopped", 5)
+    assert after_stop == [5, 6, 7], "goes on from the checkpoint of step 4"
     name = "adapter_model.safetensors" if "lora_rank" in changes else "model.safetensors"
     before, after = (load_file(one.out / name) for one in (whole, report))
     assert before.keys() == after.keys()

@@ -78,7 +78,8 @@ def test_what_was_made_is_read_again(lm, tmp_path, monkeypatch):
     monkeypatch.setattr(OwnAnswers, "_ask_about", lambda *given: pytest.fail("made again"))
     assert own(lm, path).fill([ASKED, ALONE]) == first
     monkeypatch.setattr(OwnAnswers, "_ask_about", lambda *given: [Asked("q", "other")])
-    assert own(lm, path, system="Be brief.").fill([ASKED])[0].asked == (Asked("q", "other"),)
+    for changed in ({"system": "Be brief."}, {"seed": 1}):
+        assert own(lm, path, **changed).fill([ASKED])[0].asked == (Asked("q", "other"),)
     assert own(lm, path).fill([ASKED, ALONE]) == first
 
 

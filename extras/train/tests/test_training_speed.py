@@ -11,6 +11,7 @@ from host_reads import HostReads
 from run_options import PASSAGES, run_options
 from torch._dynamo.utils import counters
 from transformers import TrainerCallback
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ragcache_train import trainer as trainer_module
 from ragcache_train.trainer import ReuseTrainer, compile_layers, train
@@ -129,6 +130,33 @@ def test_layers_that_cannot_be_compiled_are_left_as_they_are(options, of_one_len
     assert after == plain
     assert "layers cannot be compiled" in caplog.text
     assert ("no compiler here" if fault == "fails" else "loss ") in caplog.text
+
+
+class Scale(GradientCheckpointingLayer):
+    """A layer that compilers can be tried on without a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, states):
+        return states * self.weight
+
+
+@pytest.mark.parametrize(("factor", "compiles"), [(1, True), (2, False)])
+def test_a_compiler_that_changes_the_results_is_not_used(factor, compiles):
+    layer = Scale()
+
+    def loss():
+        return layer(torch.ones(3)).sum()
+
+    def backend(graph, inputs):
+        return lambda *args: [factor * one for one in graph(*args)]
+
+    torch._dynamo.reset()
+    assert compile_layers(layer, [layer.weight], loss, backend) is compiles
+    assert layer.weight.grad is None, "the gradients of the check are dropped"
+    assert loss().item() == 3
 
 
 @pytest.mark.slow
