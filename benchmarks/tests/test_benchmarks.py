@@ -202,7 +202,7 @@ def test_documents_have_the_tokens_asked_for() -> None:
     assert 4900 <= sum(counts) <= 5100
 
 
-@pytest.mark.parametrize(("passages", "loads"), [(2, 1), (10, 3)])
+@pytest.mark.parametrize(("passages", "loads"), [(2, 1), (10, 1), (10, 3)])
 def test_vllms_connector_launches_one_kernel_a_layer_and_copies_nothing(tmp_path: Path, passages, loads) -> None:
     """This does not depend on the number of blocks, or of requests in a step. The plain way copies two tensors per
     layer to the pages' device, and joins them before.

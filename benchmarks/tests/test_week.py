@@ -128,7 +128,9 @@ def test_a_slice_is_counted_replayed_and_drawn(log, tmp_path, server):
     replay = found["figures"]["replay"]
     assert replay["requests"] == 4
     found = {row: one["speeds"]["72000"]["found"] for row, one in replay["rows"].items()}
-    assert found["ragcache reposition"] > 0.3
+    # The part of a system prompt that changes comes after 20 tokens: a cache of prefixes finds no more of any prompt.
+    prefixes = 4 * 20 / sum(request.num_tokens for request in list(read_log(log))[:4])
+    assert found["ragcache reposition"] > prefixes
     assert set(found.values()) == {found["ragcache reposition"]}
     assert len(found) == 1 + server
     assert all(one["alone_s"]["p95"] > 0 and one["at_twice"] > 0 for one in replay["rows"].values())
