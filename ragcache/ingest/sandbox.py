@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -138,8 +137,6 @@ class _Process:
 
     def _ended(self, name: str) -> ReaderError:
         status = self._popen.wait()
-        if status == -getattr(signal, "SIGALRM", 0):
-            return self._limits.too_slow(name)
         if status == OVER_MEMORY:
             return self._limits.too_large(name)
         how = f"signal {-status}" if status < 0 else f"exit status {status}"

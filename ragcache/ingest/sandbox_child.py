@@ -3,8 +3,8 @@
 It imports readers and no model. A line of JSON on standard input requests a file's first or next record, and a line of
 JSON on standard output answers with a document, an error or the end. Nothing is pickled.
 
-The process ends when its input ends, when its parent has ended (also while a reader computes), when the alarm that is
-set for each record fires, or when it takes too much memory.
+The process ends when its input ends, when its parent kills it or has ended (also while a reader computes), or when it
+takes too much memory.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ from ragcache.ingest.readers.plain import ENCODING
 
 # Exit status of a process that took too much memory.
 OVER_MEMORY = 77
-# The parent kills a process that is too slow. The alarm comes later, in case the parent cannot.
-ALARM_GRACE_S = 1.0
 WATCH_S = 0.2
 # Most bytes of a document's metadata, title and source, as JSON: they are stored, and shown with every answer.
 MAX_FIELDS = 1 << 20
@@ -72,10 +70,7 @@ def _answer(requests: BinaryIO, answers: BinaryIO, limits: ReadLimits) -> None:
             if request["folder"] is not None:
                 os.chdir(request["folder"])
             records = read_file(SourceFile(**{**file, "path": Path(path)}))
-        _alarm(limits.seconds + ALARM_GRACE_S)
-        answer = _next(records, path, limits)
-        _alarm(0)
-        _write(answers, answer)
+        _write(answers, _next(records, path, limits))
 
 
 def _next(records: Iterator[Document | ReaderError], path: str, limits: ReadLimits) -> bytes:
@@ -157,9 +152,3 @@ def _resident_bytes() -> int:
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _alarm(seconds: float) -> None:
-    """Have the kernel end this process after `seconds`, whatever it is doing; 0 cancels the alarm."""
-    if hasattr(signal, "setitimer"):
-        signal.setitimer(signal.ITIMER_REAL, seconds)

