@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 OTHER_VECTORS = "rebuilt: it held other vectors than the documents"
 
 
-@dataclass(frozen=True)
+@dataclass
 class DoctorReport:
     """The doctor's checks and repairs.
 
@@ -43,13 +43,13 @@ class DoctorReport:
     advice:   about the store's dtype on this machine; None: no advice
     """
 
-    blocks: int
-    damaged: list[str]
-    missing: list[str]
-    orphans: list[str]
-    newer: list[str]
-    leftovers: int
-    index: str
+    blocks: int = 0
+    damaged: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    orphans: list[str] = field(default_factory=list)
+    newer: list[str] = field(default_factory=list)
+    leftovers: int = 0
+    index: str = "absent"
     expired: list[str] = field(default_factory=list)
     gives_up: bool = False
     recomputed: int = 0
@@ -89,74 +89,56 @@ def doctor(
             "a store that keeps all of its KV",
             "recompute",
         )
+    report = DoctorReport(gives_up=store.kv.gives_up)
+    report.advice = advice_on(store.documents.properties().get("model_dtype"))
     with store.layout.writer(timeout_s):
         collect_garbage(store.documents, store.kv)
-        expired = store.kv.expire()
+        report.expired = store.kv.expire()
         referenced = store.documents.handles()
-        damaged, newer, checked = _verify_blocks(store)
-        recomputed, different = (0, []) if encoder is None else _compare(store, encoder, recompute)
-        orphans = [key for key in list(store.kv.keys()) if key not in referenced and key not in newer]
-        for key in orphans:
+        _verify_blocks(store, report)
+        if encoder is not None:
+            _compare(store, encoder, recompute, report)
+        report.orphans = [key for key in list(store.kv.keys()) if key not in referenced and key not in report.newer]
+        for key in report.orphans:
             store.kv.delete(key)
-        missing = _forget_missing(store)
-        leftovers = store.kv.sweep(0.0)
-        index = _check_index(store, index_kind)
-    advice = advice_on(store.documents.properties().get("model_dtype"))
-    return DoctorReport(
-        checked,
-        damaged,
-        missing,
-        orphans,
-        newer,
-        leftovers,
-        index,
-        expired,
-        store.kv.gives_up,
-        recomputed,
-        different,
-        advice,
-    )
+        report.missing = _forget_missing(store)
+        report.leftovers = store.kv.sweep(0.0)
+        report.index = _check_index(store, index_kind)
+    return report
 
 
-def _verify_blocks(store: StoreParts) -> tuple[list[str], list[str], int]:
-    damaged, newer, checked = [], [], 0
+def _verify_blocks(store: StoreParts, report: DoctorReport) -> None:
     for key in list(store.kv.keys()):
-        checked += 1
+        report.blocks += 1
         try:
             store.kv.verify(key)
         except errors.DamagedBlockError:
             store.kv.delete(key)
-            damaged.append(key)
+            report.damaged.append(key)
         except errors.SchemaVersionError:
-            newer.append(key)
+            report.newer.append(key)
         except errors.MissingBlockError:  # deleted by a reader that found it damaged a moment ago
             continue
-    return damaged, newer, checked
 
 
-def _compare(store: StoreParts, encoder: ModelEncoder, count: int) -> tuple[int, list[str]]:
-    """Compute the blocks of `count` chunks anew, chosen at random, and drop stored blocks that hold other numbers.
-
-    Returns how many blocks were compared, and the keys of the dropped blocks.
-    """
+def _compare(store: StoreParts, encoder: ModelEncoder, count: int, report: DoctorReport) -> None:
+    """Compute the blocks of `count` chunks anew, chosen at random, and drop stored blocks that hold other numbers."""
     chunks = [chunk for one in store.documents.documents() for chunk in store.documents.chunks_of(one.id)]
-    compared, different = 0, list[str]()
     for chunk in encoder.with_neighbours(sample(chunks, len(chunks)) if count else []):
         key = encoder.key(chunk.token_ids, chunk.neighbours)
         stored = store.kv.read(key) if chunk.handle == key else None  # any other block was made under other options
         if stored is None:
             continue
-        compared += 1
+        report.recomputed += 1
         (block,) = encoder.encode([chunk.token_ids], [chunk.neighbours])
         if not _agree(stored, block):
             log.warning(
                 "block %s does not hold the KV of chunk %s; dropped, and computed again on first use", key, chunk.id
             )
             store.kv.delete(key)
-            different.append(key)
-        if compared == count:
-            break
-    return compared, different
+            report.different.append(key)
+        if report.recomputed == count:
+            return
 
 
 def _agree(stored: KVBlock, block: KVBlock) -> bool:
