@@ -465,7 +465,7 @@ class RagCache(Store):
         CancelledError, TimedOutError.
         """
         self._check(options, AskOptions)
-        return self._questions.ask(question, k, options)
+        return self._questions.stream(self._questions.ask(question, k, options))
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> Answer:
         """Answer a conversation. Takes the options of `stream_chat` and collects its events."""
@@ -483,7 +483,7 @@ class RagCache(Store):
         Without passages and k the model answers from the conversation alone. Raises the errors of `stream`.
         """
         self._check(options, ChatOptions)
-        return self._questions.chat(messages, options)
+        return self._questions.stream(self._questions.chat(messages, options))
 
     def why(self, asked: str | Sequence[Mapping[str, Any]], k: int | None = None, **options: Any) -> list[Reason]:
         """Say for each passage of a question why it is, or is not, read from stored KV. Nothing is read or computed.
@@ -495,10 +495,11 @@ class RagCache(Store):
         Returns a reason for each passage of the prompt, in order, then for each stored passage that occurs in the
         prompt's text with some tokens changed. Raises the errors of `ask` and `chat`.
         """
-        from ragcache.engine.planned import explain
-
         self._check(options, AskOptions if isinstance(asked, str) else ChatOptions)
-        return explain(self._parts, self._questions.finder, asked, options if k is None else {**options, "k": k})
+        keywords: Any = options if k is None else {**options, "k": k}
+        if isinstance(asked, str):
+            return self._questions.why(self._questions.ask(asked, DEFAULT_K if k is None else k, keywords))
+        return self._questions.why(self._questions.chat(asked, keywords))
 
     def count_chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> int:
         """Count the tokens of a conversation's prompt. Takes the options of `stream_chat` and raises its errors.
@@ -522,7 +523,7 @@ class RagCache(Store):
         Raises the errors of `stream`.
         """
         self._check(options, GenerationOptions)
-        return self._questions.complete(parts, options)
+        return self._questions.stream(self._questions.complete(parts, options))
 
     # The same for an event loop: arguments and errors are those of the call without the "a". Cancelling the task, or
     # closing a stream, stops the work; stored data stays.

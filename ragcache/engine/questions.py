@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache.engine import verdict
-from ragcache.engine.answer import Done, Event, Reason, Source, Sources
+from ragcache.engine.answer import Done, Event, Reason, Sources
 from ragcache.engine.assemble import Components
 from ragcache.engine.caches.learner import Learner
 from ragcache.engine.caches.passage_finder import PassageFinder
@@ -26,6 +26,7 @@ from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ContextM
 from ragcache.engine.passages import Passage, find_passages
 from ragcache.engine.request import Clock, EarlierTurns, Request, RequestOptions
 from ragcache.engine.tool_use import ToolUse, tool_use
+from ragcache.engine.why import explain_read
 from ragcache.errors import ConfigError, StoreError, blaming, check_choice, check_text, check_type
 from ragcache.fusion.layout import NO_ADDITIONS
 from ragcache.fusion.method import FusionMethod
@@ -33,7 +34,7 @@ from ragcache.ingest.encoder import ModelEncoder
 from ragcache.models.hub import BUNDLED
 from ragcache.models.sampler import Sampling
 from ragcache.models.thoughts import TEMPLATE_OPTIONS, template_variables, thinking_of
-from ragcache.prompt import Prompt, PromptEnds, Shown, Text, encode_text
+from ragcache.prompt import PromptEnds, Shown, Text, encode_text
 from ragcache.retrieval.retriever import Hit
 from ragcache.runtime import end_team
 from ragcache.store.records import NOT_STORED
@@ -62,8 +63,21 @@ class Written(NamedTuple):
     dropped: int = 0
 
 
+class CheckedQuestion(NamedTuple):
+    """A question whose options have been checked.
+
+    prepare: finds its passages and makes its prompt, once the clock runs
+    ahead:   reads of likely passages' KV that begin while retrieval still ranks; None if there are none
+    learns:  whether passages may be learnt from the prompt after its answer
+    """
+
+    prepare: Callable[[Clock], Request]
+    ahead: Prefetch | None
+    learns: bool = False
+
+
 class Questions:
-    """Questions to a store. Options are checked at the call; the work begins with the first event. Thread-safe."""
+    """Questions to a store. `ask`, `chat` and `complete` check the options, `stream` answers. Thread-safe."""
 
     def __init__(self, parts: Components) -> None:
         self._parts = parts
@@ -96,7 +110,7 @@ class Questions:
         on_candidates, documents = None if ahead is None else ahead.begin, self._parts.store.documents
         return self._parts.retriever.retrieve(question, k, **keywords, on_candidates=on_candidates, documents=documents)
 
-    def ask(self, question: str, k: int, keywords: AskOptions) -> Iterator[Event]:
+    def ask(self, question: str, k: int, keywords: AskOptions) -> CheckedQuestion:
         check_type("question", question, str, "give its text")
         options, ends = self._question(question, keywords)
         options = replace(options, where=keywords.get("filter"))
@@ -107,7 +121,7 @@ class Questions:
 
     def complete(
         self, parts: str | Sequence[str | Hit | Passage | int], keywords: GenerationOptions
-    ) -> Iterator[Event]:
+    ) -> CheckedQuestion:
         options = self._request_options(keywords)
         self._parts.generation.check()
         texts = [parts] if isinstance(parts, str) else [part for part in parts if isinstance(part, str)]
@@ -116,7 +130,7 @@ class Questions:
         written = Written(ends, texts if passages else ["".join(texts)])
         return self._read(lambda _: written, lambda: passages, options)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], keywords: ChatOptions) -> Iterator[Event]:
+    def chat(self, messages: Sequence[Mapping[str, Any]], keywords: ChatOptions) -> CheckedQuestion:
         passages, k, context = keywords.get("passages"), keywords.get("k"), keywords.get("context", "last")
         conversation, shown, tools = self._conversation(messages, keywords)
         where = keywords.get("filter")
@@ -327,8 +341,8 @@ class Questions:
         options: RequestOptions,
         *,
         retrieves: bool = False,
-    ) -> Iterator[Event]:
-        """Read a prompt over the passages that `find` returns, and the stored passages in its text.
+    ) -> CheckedQuestion:
+        """Return a question over the passages that `find` returns, and the stored passages in its text.
 
         write:     writes the prompt, leaving room for this many tokens of passages
         retrieves: whether `find` searches; passages that the text already holds are then left out
@@ -348,7 +362,7 @@ class Questions:
             request_options = replace(request_options, dropped_turns=written.dropped)
             return parts.engine.prompts.request(ends, read, request_options, clock)
 
-        return self._answers(prepare, options.ahead, learns=self._reuses_text(options))
+        return CheckedQuestion(prepare, options.ahead, self._reuses_text(options))
 
     def _continue(
         self,
@@ -358,7 +372,7 @@ class Questions:
         options: RequestOptions,
         system: str | None,
         drops: bool,
-    ) -> Iterator[Event]:
+    ) -> CheckedQuestion:
         parts, engine, tokenizer = self._parts, self._parts.engine, self._parts.card.tokenizer
         if options.choice.gives_way and not options.method.keeps_context_with(parts.card):
             options = options.exactly(verdict.cannot_keep(options.method))
@@ -388,20 +402,17 @@ class Questions:
             request_options = replace(options, dropped_turns=dropped)
             return engine.prompts.request(ends, new, request_options, clock, EarlierTurns(earlier, context.remember))
 
-        return self._answers(prepare, options.ahead)
+        return CheckedQuestion(prepare, options.ahead)
 
-    def _answers(
-        self, prepare: Callable[[Clock], Request], ahead: Prefetch | None, *, learns: bool = False
-    ) -> Iterator[Event]:
-        """Yield the engine's events, and log warnings that are shown once.
+    def stream(self, question: CheckedQuestion) -> Iterator[Event]:
+        """Answer a question: yield the engine's events, and log warnings that are shown once.
 
-        prepare: makes the prompt, once the clock runs
-        learns:  whether passages may be learnt from the prompt after its answer
+        The work begins with the first event.
         """
         learner = self.learner
         model, root = self._parts.card.name, self._parts.store.layout.root
         try:
-            request = prepare(Clock(time.perf_counter()))
+            request = question.prepare(Clock(time.perf_counter()))
             if self._warns_of_mini and is_other_text(request.hits):
                 self._warns_of_mini = False
                 log.warning(MINI_NOTICE, model)
@@ -416,12 +427,28 @@ class Questions:
                             model, root, request.options.choice, event.method
                         )
                     yield self._explained(event, request, last) if isinstance(event, Done) else event
-            if learner is not None and learns:
+            if learner is not None and question.learns:
                 learner.see(request.prompt)
         finally:
-            if ahead is not None:
-                ahead.close()
+            if question.ahead is not None:
+                question.ahead.close()
             end_team()
+
+    def why(self, question: CheckedQuestion) -> list[Reason]:
+        """Return a reason for each passage of the prompt, then for each stored passage that its text nearly holds.
+
+        No passage is loaded, computed or changed.
+        """
+        try:
+            request, kv = question.prepare(Clock(time.perf_counter())), self._parts.store.kv
+        finally:
+            if question.ahead is not None:
+                question.ahead.close()
+        keys = self._parts.block_keys.keys([hit.chunk for hit in request.hits])
+        there = kv.lookup(keys)
+        tiers = [there[key].tier if key in there else None for key in keys]
+        read = [(hit.chunk, tier) for hit, tier in zip(request.hits, tiers, strict=True)]
+        return explain_read(self._parts, request.prompt, request.options.choice, read)
 
     def _last_listed(self, hits: Sequence[Hit]) -> int:
         """Return the number of the foreign passage that was listed last; 0 if all hits are of documents."""
@@ -434,17 +461,9 @@ class Questions:
 
     def _explained(self, done: Done, request: Request, last: int) -> Done:
         """Return the event with the function that `Answer.explain` calls. last: see `_last_listed`"""
-        choice, hits = request.options.choice, done.answer.hits
-        reasons = partial(_explain, self._parts, request.prompt, choice, hits, last)
+        read = [(hit.chunk, hit.tier) for hit in done.answer.hits]
+        reasons = partial(explain_read, self._parts, request.prompt, request.options.choice, read, last)
         return Done(replace(done.answer, reasons=reasons))
-
-
-def _explain(
-    parts: Components, prompt: Prompt, choice: verdict.Choice, hits: Sequence[Source], last: int
-) -> Sequence[Reason]:
-    from ragcache.engine.why import explain_read
-
-    return explain_read(parts, prompt, choice, [(hit.chunk, hit.tier) for hit in hits], last)
 
 
 def _learner(parts: Components) -> Learner | None:

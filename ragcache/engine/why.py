@@ -24,7 +24,7 @@ Ids = NDArray[np.int64]
 def explain_read(
     parts: Components, prompt: Prompt, choice: Choice, read: Sequence[tuple[Chunk, str | None]], last: int | None = None
 ) -> list[Reason]:
-    """Return the reasons of a prompt; see `planned.explain`.
+    """Return the reasons of a prompt; see `RagCache.why`.
 
     Args:
         parts: The store's parts.
