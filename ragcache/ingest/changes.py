@@ -13,17 +13,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ragcache.errors import ConfigError, DuplicateDocumentError, ReaderError
-from ragcache.ingest.document import Document, hash_parts
+from ragcache.ingest.document import Document
 from ragcache.ingest.readers import SourceFile, file_id
 from ragcache.ingest.readers.plain import printable
 from ragcache.store.records import StoredVersion
 
 
 class Found(NamedTuple):
-    """The stored document of an input: its id, and whether it has the input's content.
-
-    Pages, sheets and rows (`Document.places`) are not compared.
-    """
+    """The stored document of an input: its id, and whether it has the input's content."""
 
     id: str
     same: bool
@@ -53,13 +50,10 @@ class DocumentChanges:
         stored = self._versions.get(document.id)
         if stored is not None:
             self._refuse_other_file(document.id, stored, file)
-            if hash_parts(stored.content_hash).content == hash_parts(content_hash).content:
+            if stored.content_hash == content_hash:
                 return Found(document.id, same=True)
-        vanished = [
-            id
-            for id in self._vanished.get(hash_parts(content_hash).content, ())
-            if id in self._versions and id not in self._claimed
-        ]
+        there = self._vanished.get(content_hash, ())
+        vanished = [id for id in there if id in self._versions and id not in self._claimed]
         if file and vanished:
             return Found(vanished[0], same=True)
         return None if stored is None else Found(document.id, same=False)
@@ -112,7 +106,7 @@ class DocumentChanges:
             else:
                 has_moved = stored.file not in found and _is_under(stored.file, roots) and _is_gone(stored.file)
             if has_moved:
-                self._vanished.setdefault(hash_parts(stored.content_hash).content, []).append(id)
+                self._vanished.setdefault(stored.content_hash, []).append(id)
 
     def vanished(self, roots: Collection[str], read: Mapping[str, bool], seen: Collection[str]) -> list[str]:
         """Return the ids of documents under the roots whose files have vanished or no longer contain them.

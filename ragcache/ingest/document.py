@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from ragcache.errors import IngestError, ReaderError
 from ragcache.kv.block_key import digest
@@ -66,7 +66,7 @@ class Document:
         """Return the SHA-256 of everything that the stored chunks depend on.
 
         The id and the source are not included, so that a file that moves keeps its hash. If the document has places,
-        their SHA-256 follows: a document that differs in its places alone keeps its chunks (see `hash_parts`).
+        their SHA-256 follows.
 
         settings: the chunker's settings
         """
@@ -74,25 +74,7 @@ class Document:
             "text": self.text, "metadata": dict(self.metadata), "title": self.title, "settings": dict(settings)
         }  # fmt: skip
         places = [[place.start, dict(place.fields), place.row] for place in self.places]
-        return digest(content) + (f"{PLACED}{digest(places)}" if places else "")
-
-
-PLACED = "+"
-
-
-class HashParts(NamedTuple):
-    """The parts of a content hash.
-
-    content: hash of text, title, metadata and settings. places: hash of the places; "" without places
-    """
-
-    content: str
-    places: str
-
-
-def hash_parts(content_hash: str) -> HashParts:
-    content, _, places = content_hash.partition(PLACED)
-    return HashParts(content, places)
+        return digest(content) + (f"+{digest(places)}" if places else "")
 
 
 def headed(title: str, text: str) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from ragcache import errors
 from ragcache.ingest.changes import DocumentChanges, sync_roots
 from ragcache.ingest.chunker import Chunker, TextChunk, headings_above
-from ragcache.ingest.document import Document, hash_parts
+from ragcache.ingest.document import Document
 from ragcache.ingest.encoder import BlockKeys
 from ragcache.ingest.read_limits import NO_TOKEN_LIMITS, IngestConfig, TokenLimits
 from ragcache.ingest.readers import SourceFile, find_files
@@ -238,17 +238,13 @@ class IngestRun:
             self._seen.add(document.id)
             content_hash = document.content_hash(self.chunker.settings)
             found = self._known.find(document, content_hash, file)
-            metadata: Sequence[Mapping[str, Any]] | None = ()
-            if found is not None and found.same:
-                metadata = self._placed_anew(found.id, document, content_hash, record)
-                found = found._replace(same=metadata is not None)
             if found is not None and not found.same and not self.replace:
                 raise errors.DocumentExistsError(
                     f"{document.where}: another text is stored under the id {document.id!r}; name this one otherwise, "
                     "or let it replace the other (replace=true)"
                 )
             if found is not None:
-                self._rename(found.id, document, content_hash if found.same else None, file, metadata or ())
+                self._rename(found.id, document, content_hash if found.same else None, file)
                 if found.same:
                     return self._prepare_unchanged(document, content_hash)
             cut = self._cut(document, record)
@@ -268,24 +264,8 @@ class IngestRun:
             raise cut
         return cut
 
-    def _placed_anew(
-        self, id: str, document: Document, content_hash: str, record: Record
-    ) -> Sequence[Mapping[str, Any]] | None:
-        """Return new metadata for the chunks of a stored document that differs from `document` in its places at most.
-
-        Return () if the places are the same too, and None if the document would be cut into other chunks today.
-        """
-        if hash_parts(content_hash).places == hash_parts(self._known.version(id).content_hash).places:
-            return ()
-        chunks = self._cut(document, record).chunks
-        if [chunk.text for chunk in chunks] != [chunk.text for chunk in self.to.documents.chunks_of(id)]:
-            return None
-        return [{**document.metadata, **chunk.metadata} for chunk in chunks]
-
-    def _rename(
-        self, id: str, document: Document, content_hash: str | None, file: str, metadata: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Give a stored document its current id, source and file, and its chunks `metadata`, unless that is empty.
+    def _rename(self, id: str, document: Document, content_hash: str | None, file: str) -> None:
+        """Give a stored document its current id, source and file.
 
         content_hash: the document's current hash; None if its content differs, so that it is still to be replaced
         """
@@ -295,13 +275,13 @@ class IngestRun:
             return
         if not self.report.dry_run:
             names = [self.chunker.chunk_id(document.id, chunk.ordinal) for chunk in self.to.documents.chunks_of(id)]
-            gone = self.to.documents.move_document(id, document.id, version, names, metadata)
+            gone = self.to.documents.move_document(id, document.id, version, names)
             self.to.retriever.apply([], np.empty((0, self.to.retriever.index.dimension), np.float32), gone)
         self._known.move(id, document.id, version)
         if id != document.id:
             self.report.moved.append(Moved(id, document.id))
             self._told.add(document.id)
-        elif metadata or old.source != version.source:
+        elif old.source != version.source:
             self.report.updated.append(id)
             self._told.add(id)
 

@@ -36,7 +36,6 @@ from ragcache.store.chunk_ids import free_chunk_ids
 from ragcache.store.collections import EVERYTHING, View, may, within
 from ragcache.store.database import Database
 from ragcache.store.filters import OWN_FIELDS, Filter, Own, compile_filter, field_names, fields_of
-from ragcache.store.json_values import check_metadata
 from ragcache.store.orphans import discard_chunks, is_referenced, rescue, to_garbage
 from ragcache.store.properties import HELD, held_handles, read_properties, refuse_other
 from ragcache.store.records import Chunk, Counts, NewChunk, NewDocument, StoredDocument, StoredVersion, VectorBatch
@@ -148,29 +147,19 @@ class DocumentStore:
             advance(connection, "generation")
             return self._replace(connection, document, new_chunks, time.time())
 
-    def move_document(
-        self,
-        id: str,
-        new_id: str,
-        version: StoredVersion,
-        chunk_ids: Sequence[str],
-        metadata: Sequence[Mapping[str, Any]] = (),
-    ) -> list[int]:
-        """Change a stored document's id and version, its chunks' ids in order and, if `metadata` is given, their
-        metadata. Text, embeddings and handles stay.
+    def move_document(self, id: str, new_id: str, version: StoredVersion, chunk_ids: Sequence[str]) -> list[int]:
+        """Change a stored document's id and version, and its chunks' ids in order. Text, embeddings and handles stay.
 
         A document that already has the new id is deleted. A chunk id that is taken gets a suffix; see
         `free_chunk_ids`.
 
-        Returns the ids of the deleted document's searched vectors. Raises NoSuchDocumentError, MetadataError,
-        NotAllowedError (a view without a collection to add to); then nothing changed.
+        Returns the ids of the deleted document's searched vectors. Raises NoSuchDocumentError, and NotAllowedError (a
+        view without a collection to add to); then nothing changed.
         """
         NewDocument(new_id, version.source, version.content_hash, file=version.file).check([])
-        for one in metadata:
-            check_metadata(f"document {new_id!r}", one)
         with self.database.write() as connection:
             advance(connection, "generation")
-            return self._move(connection, id, {"id": new_id, **version._asdict()}, chunk_ids, metadata)
+            return self._move(connection, id, {"id": new_id, **version._asdict()}, chunk_ids)
 
     def delete_documents(self, ids: Iterable[str]) -> list[str]:
         """Delete documents with their chunks, in all collections that the view may change.
@@ -598,16 +587,11 @@ class DocumentStore:
         id: str,
         new: dict[str, Any],
         chunk_ids: Sequence[str],
-        metadata: Sequence[Mapping[str, Any]],
     ) -> list[int]:
         of = and_(documents.c.collection == self.into, documents.c.id == id)
         old = connection.execute(select(documents).where(of)).mappings().one_or_none()
         if old is None:
             raise NoSuchDocumentError(f"{self.database.where}: no document {id!r}; it may have been deleted")
-        at = (chunks.c.collection == self.into, chunks.c.document_id == id, chunks.c.ordinal == bindparam("at"))
-        if metadata:
-            changed = update(chunks).where(*at).values(metadata=bindparam("own"))
-            connection.execute(changed, [{"at": ordinal, "own": one} for ordinal, one in enumerate(metadata)])
         if new["id"] == id:
             connection.execute(update(documents).where(of).values(new))
             return []
@@ -619,6 +603,7 @@ class DocumentStore:
         connection.execute(insert(documents), {**old, **new})
         if chunk_ids:
             names = free_chunk_ids(connection, self.into, new["id"], chunk_ids)
+            at = (chunks.c.collection == self.into, chunks.c.document_id == id, chunks.c.ordinal == bindparam("at"))
             moved = update(chunks).where(*at).values(id=bindparam("name"), document_id=new["id"])
             connection.execute(moved, [{"at": ordinal, "name": name} for ordinal, name in enumerate(names)])
         connection.execute(delete(documents).where(of))

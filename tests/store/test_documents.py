@@ -451,22 +451,6 @@ def test_a_chunk_that_goes_takes_the_kv_that_was_read_behind_it(store, table, ho
         assert (handle_of(store, "a"), table.of([a, b])) == (None, {})
 
 
-@pytest.mark.parametrize("new_id", ["a", "z"])
-def test_chunks_get_new_metadata_and_keep_all_else(store, new_id):
-    vector_ids = put(store, "a", "h0", None)
-    generation = store.generation()
-    metadata = [{"page": 0, "page_label": "1"}, {"page": 1, "headings": ["\u00c5rhus"]}]
-    store.move_document("a", new_id, StoredVersion("two", "", ""), [f"{new_id}.0", f"{new_id}.1"], metadata)
-    chunks = store.chunks_of(new_id)
-    assert [(one.metadata, one.vector_id, one.handle) for one in chunks] == [
-        (own, vector_id, handle) for own, vector_id, handle in zip(metadata, vector_ids, ("h0", None), strict=True)
-    ]
-    assert store.vector_ids({"page": 1}) == {vector_ids[1]}
-    assert store.generation() > generation
-    with pytest.raises(errors.MetadataError):
-        store.move_document(new_id, new_id, StoredVersion("three", "", ""), [], [{"page": float("nan")}] * 2)
-
-
 def test_neighbours_follow_a_document_that_is_moved(store, table):
     a, b = put_one(store, "a"), put_one(store, "b")
     table.record({a: [Near(b, 0.5)], b: [Near(a, 0.5)]})
