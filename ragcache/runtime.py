@@ -35,8 +35,6 @@ _T = TypeVar("_T")
 def _library() -> Any:
     """Return PyTorch's OpenMP library, whose symbols are global once loaded; None if there is no library that can
     pause."""
-    if sys.platform == "win32":
-        return None
     torch.get_num_threads()  # loads the library
     library = ctypes.CDLL(None)
     known = all(hasattr(library, name) for name in ("omp_set_num_threads", "omp_pause_resource_all"))

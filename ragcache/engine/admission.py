@@ -18,7 +18,7 @@ from ragcache.models.machine import machine_bytes
 
 # Divisor of the device's memory that all answers may take together by default.
 DEFAULT_SHARE = 2
-UNKNOWN_BYTES = 1 << 62  # if the system does not report its memory
+UNKNOWN_BYTES = 1 << 62  # of an engine that keeps its own memory
 
 
 class Size(NamedTuple):
@@ -156,11 +156,10 @@ class Admission:
 
 
 def default_budget(lm: LanguageModel) -> int:
-    """Return half of the memory of the model's device, or UNKNOWN_BYTES if the system does not report it."""
+    """Return half of the memory of the model's device."""
     if lm.device.type == "cuda":
         return int(torch.cuda.mem_get_info(lm.device)[1]) // DEFAULT_SHARE
-    found = machine_bytes()
-    return UNKNOWN_BYTES if found is None else found // DEFAULT_SHARE
+    return machine_bytes() // DEFAULT_SHARE
 
 
 def tokens_within(lm: LanguageModel, num_bytes: int) -> int:

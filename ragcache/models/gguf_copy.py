@@ -127,7 +127,7 @@ def _refuse_without_room(file: Path, place: Path) -> None:
     except ValueError:
         return  # `convert` says what is wrong with the file
     free = shutil.disk_usage(next(parent for parent in place.parents if parent.exists())).free
-    if num_bytes > min(free, machine_bytes() or free):
+    if num_bytes > min(free, machine_bytes()):
         raise OSError(errno.ENOSPC, "no room")
 
 

@@ -98,8 +98,6 @@ def advice_on(dtype: object) -> str | None:
     )
 
 
-def machine_bytes() -> int | None:
-    """Return the size of the machine's memory in bytes; None if the system does not report it."""
-    if not hasattr(os, "sysconf"):
-        return None
+def machine_bytes() -> int:
+    """Return the size of the machine's memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

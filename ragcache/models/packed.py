@@ -68,7 +68,7 @@ def pack(model: nn.Module, packed: bool | None = None) -> int:
     layers = [layer for layer in model.modules() if type(layer) is nn.Linear and type(layer.weight) is nn.Parameter]
     num_bytes = sum(layer.weight.nbytes for layer in layers)
     if packed is None:
-        packed = num_bytes <= (machine_bytes() or 0) // DEFAULT_SHARE
+        packed = num_bytes <= machine_bytes() // DEFAULT_SHARE
     if not packed or not can_pack(model):
         return 0
     for layer in layers:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ragcache.errors import ConfigError, check_choice, check_type
-from ragcache.prompt import control_tokens
+from ragcache.prompt import control_tokens, template_text
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 """OpenAI's levels of `reasoning_effort`."""
@@ -69,8 +69,7 @@ FORMS = (
 
 def thinking_of(tokenizer: PreTrainedTokenizerBase) -> Thinking | None:
     """Return how the tokenizer's chat template makes the model think; None: it does not."""
-    template = tokenizer.chat_template
-    written = "\n".join(template.values()) if isinstance(template, dict) else template or ""
+    written = template_text(tokenizer)
     return next((form for form in FORMS if any(sign in written for sign in form.signs)), None)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import sys
+import resource
 from asyncio import TimerHandle, Transport
 from collections import Counter
 from contextlib import suppress
@@ -13,9 +13,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from ragcache.server.observe import write
-
-if sys.platform != "win32":
-    import resource
 
 MOST_CONNECTIONS = 4096
 MOST_FILES = 1 << 16
@@ -124,17 +121,16 @@ def address_of(client: tuple[str, int] | None) -> str:
 
 def raise_file_limit() -> None:
     """Raise the process's limit of open files to the hard limit, or to MOST_FILES if that is infinite."""
-    if sys.platform != "win32":
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = MOST_FILES if hard == resource.RLIM_INFINITY else hard
-        if soft != resource.RLIM_INFINITY and soft < most:
-            with suppress(ValueError, OSError):  # macOS refuses more than its kernel's own limit
-                resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with suppress(ValueError, OSError):  # macOS refuses more than its kernel's own limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def affordable_connections() -> int:
     """Return how many connections fit into the limit of open files, with OTHER_FILES kept for other files."""
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if sys.platform != "win32" else MOST_FILES
-    if sys.platform != "win32" and soft == resource.RLIM_INFINITY:
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if soft == resource.RLIM_INFINITY:
         return MOST_CONNECTIONS
     return min(MOST_CONNECTIONS, max(soft // 2, soft - OTHER_FILES))
