@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragcache.errors import StoreUnreachableError
 from ragcache.models.deadline import CALLER
-from ragcache.server.http_errors import CLIENT_GONE, HUNG_UP, as_api_error, printable
+from ragcache.server.http_errors import CLIENT_GONE, HUNG_UP, METHODS, as_api_error, printable
 from ragcache.server.metrics import Metrics
 
 REQUEST_ID = "X-Request-ID"
@@ -115,8 +115,7 @@ class Observe:
 
 def _method(scope: Scope) -> str:
     """Return the method, or "other" for unknown methods, so that clients cannot add labels to the metrics."""
-    known = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-    return scope["method"] if scope["method"] in known else "other"
+    return scope["method"] if scope["method"] in METHODS else "other"
 
 
 # One JSON object a line; it never holds text of documents or questions, or a key.

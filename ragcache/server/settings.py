@@ -94,10 +94,11 @@ class ServerSettings:
         least: dict[str, float] = {"slots": 1, "max_queue": 0, "write_wait_s": 0, "drain_s": 0, "figures_s": 0}
         least |= {"max_body_bytes": 1024, "max_upload_bytes": 1024, "max_upload_files": 1, "keep_responses": 0}
         least |= {"document_tokens": 1, "upload_tokens": 1, "upload_kv_bytes": 1}
-        for name in ("max_connections", "max_address_connections", "key_requests", "key_tokens", "key_upload_tokens"):
-            least |= {name: 1} if getattr(self, name) is not None else {}
+        least |= {"max_connections": 1, "max_address_connections": 1}
+        least |= {"key_requests": 1, "key_tokens": 1, "key_upload_tokens": 1}
         for name, bound in least.items():
-            check_least(name, getattr(self, name), bound)
+            if (value := getattr(self, name)) is not None:
+                check_least(name, value, bound)
         from ragcache.engine.aio import THREADS
 
         if self.slots >= THREADS:
