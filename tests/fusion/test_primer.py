@@ -1,7 +1,6 @@
 """Blocks read behind a primer that is left out, against plain forwards over [prefix + primer + chunk]."""
 
 import pytest
-import torch
 from blocks import same
 from families import FAMILIES, assert_same, causal_logits, ids_of, oracle_logits_of, random_prompt
 from kit.makers import made_by
@@ -53,15 +52,6 @@ def test_the_key_says_which_primer_and_which_prefix(lm):
     ]
     assert len(set(keys)) == len(keys)
     assert Recipe.from_json(PRIMER.to_json()) == PRIMER
-
-
-def test_neighbours_stand_between_the_primer_and_the_passage(llama):
-    lm, oracle = llama
-    (chunk,), near = random_prompt(73, chunks=(8,)).chunk_ids, ids_of(6, 74)
-    (block,) = lm.encode([chunk], Recipe("primer", primer=IDS, neighbours=1), [5, 6], neighbours=[[near]])
-    with torch.no_grad():
-        cache = oracle(input_ids=torch.tensor([[5, 6, *IDS, *near, *chunk]]), use_cache=True).past_key_values
-    assert_same(block.layer_values(2), cache.layers[2].values[0, :, -8:])
 
 
 def test_a_primer_longer_than_every_window_is_cut_to_what_is_seen(load):
