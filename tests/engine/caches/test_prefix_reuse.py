@@ -104,13 +104,7 @@ def test_a_prefix_serves_every_method(open_kb, tmp_path, first):
         assert on.usage.cached_tokens > off.usage.cached_tokens + prefix_tokens / 2  # samkv runs the question twice
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        *("reposition", "link", "a3", "samkv"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("concat", "ape", "cacheblend", "epic")),
-    ],
-)
+@pytest.mark.parametrize("method", ["reposition", "link", "samkv"])
 def test_prompts_without_passages_go_on_from_each_other_by_every_method(open_kb, tmp_path, trained, method):
     """An identical prompt runs its last token, and a chat its new turn; the answers are those without any reuse."""
     model = {"model": trained} if method == "link" else {}
