@@ -48,6 +48,7 @@ REFUSED = [
     (asking(sampling={"max_tokens": 5}), ConfigError, "of type dict; give rc.Sampling(max_tokens=...)"),
     (lambda kb: kb.ask_many(QUESTION), ConfigError, "give a list of questions"),
     (lambda kb: kb.ingest(5), ConfigError, "inputs is 5, of type int; give paths, folders, or rc.Document objects"),
+    (lambda kb: kb.ingest(rc.Document("new", "Owls hunt."), kv="hot"), ConfigError, "kv 'hot' is unknown"),
     *((lambda kb, given=given: kb.precompute(given), ConfigError, "holds no passages that can be read")
       for given in (7, [7], b"text", [b"text"], None)),
     # Questions
@@ -55,6 +56,7 @@ REFUSED = [
     (lambda kb: kb.ask("  \n"), PromptError, "empty"),
     (lambda kb: kb.ask("why " * 200), ContextTooLongError, "512"),
     (asking(0), ConfigError, "k is 0"),
+    (asking(timeout_s=0), ConfigError, "timeout_s is 0"),
     (asking(method="telepathy"), ConfigError, "telepathy"),
     (asking(on_overflow="shrink"), ConfigError, "shrink"),
     (asking(order="alphabet"), ConfigError, "'alphabet' is unknown; choose one of relevance, shared"),
@@ -123,13 +125,6 @@ async def test_every_call_names_an_option_that_there_is_not_and_those_there_are(
         later = getattr(kept, f"a{name}")(given, colour="red")
         with pytest.raises(ConfigError, match="no option colour"):
             await (anext(later) if "stream" in name else later)
-
-
-async def test_errors_reach_an_event_loop(kept):
-    with pytest.raises(PromptError, match="empty"):
-        await kept.aask(" ")
-    with pytest.raises(PromptError, match="no user message"):
-        await anext(kept.astream_chat([]))
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "temperature", "top_k", "min_p", "seed"])
