@@ -294,9 +294,26 @@ async def test_a_time_for_each_question_in_async_calls(kb):
 # Askers over the same passages
 
 
+@pytest.fixture
+def buffers(lm, monkeypatch):
+    """Those that are made from now on, while anybody holds them; none is lent that was made before."""
+    alive, allocate = weakref.WeakSet(), KVBuffers.allocate
+
+    def counted(shape, capacity):
+        made = allocate(shape, capacity)
+        alive.add(made)
+        return made
+
+    monkeypatch.setattr(lm.pool, "max_bytes", 0)
+    lm.pool._idle.clear()
+    monkeypatch.setattr(KVBuffers, "allocate", counted)
+    return alive
+
+
 @pytest.mark.parametrize("method", ["reposition", "full", "concat"])
-def test_askers_of_one_context_share_it(kb, method):
-    """Eight streams that are open at once: the first placed it, the others stand on it, and all say what one says."""
+def test_askers_of_one_context_share_it(kb, buffers, method):
+    """Streams that are open at once: the first placed it, the others stand on it and hold little more than their
+    answers, and all say what one says."""
     hits = kb.retrieve(QUESTIONS[0], k=3)
     alone = [kb.ask(question, hits=hits, method=method, sampling=SHORT) for question in QUESTIONS]
     kb._engine.clear()
@@ -305,6 +322,8 @@ def test_askers_of_one_context_share_it(kb, method):
     for stream in streams:  # each has its first token before the next is asked
         sources.append(next(stream).hits)
         next(event for event in stream if isinstance(event, rc.Token))
+    context = sum(hit.chunk.num_tokens for hit in hits)
+    assert sum(one.capacity >= context for one in buffers) == 1
     for stream in streams:
         answers.append(next(event.answer for event in stream if isinstance(event, rc.Done)))
     assert {source.kv for found in sources[1:] for source in found} == {"shared"}
@@ -319,28 +338,6 @@ def test_askers_of_one_context_share_it(kb, method):
     again = kb.ask(QUESTIONS[0], hits=hits, method=method, sampling=SHORT)
     assert {source.kv for source in again.hits} == {"exact" if method == "full" else "shared"}
     assert again.text == alone[0].text
-
-
-def test_their_memory_is_little_more_than_one_askers(kb, lm, monkeypatch):
-    """Counted where buffers are made: the context once, and room for each answer."""
-    hits = kb.retrieve(QUESTIONS[0], k=3)
-    made = []
-    allocate = KVBuffers.allocate
-
-    def counted(shape, capacity):
-        made.append(capacity)
-        return allocate(shape, capacity)
-
-    kb._engine.clear()
-    lm.pool._idle.clear()
-    monkeypatch.setattr(KVBuffers, "allocate", counted)
-    streams = [kb.stream(question, hits=hits, sampling=SHORT) for question in QUESTIONS]
-    for stream in streams:
-        next(event for event in stream if isinstance(event, rc.Token))
-    prompt = sum(hit.chunk.num_tokens for hit in hits)
-    assert sum(capacity >= prompt for capacity in made) <= 1 or max(made) == 256, made
-    for stream in streams:
-        stream.close()
 
 
 NEED = MemoryNeed(Size(10, 100), Size(1, 10))
@@ -478,31 +475,21 @@ def test_what_is_read_is_not_given_up_for_another(lm):
     assert tree.stats().lent_bytes == 0
 
 
-def test_real_bytes_stay_within_the_budget(kb, open_kb, lm, monkeypatch):
+def test_real_bytes_stay_within_the_budget(kb, open_kb, lm, buffers):
     """Every buffer that outlives its answer is counted where it is made."""
     store = rc.StoreConfig(prefix_bytes=1200 * lm.kv_bytes_per_token)
-    monkeypatch.setattr(lm.pool, "max_bytes", 0)
-    lm.pool._idle.clear()
-    alive, allocate = weakref.WeakSet(), KVBuffers.allocate
-
-    def counted(shape, capacity):
-        buffers = allocate(shape, capacity)
-        alive.add(buffers)
-        return buffers
-
-    monkeypatch.setattr(KVBuffers, "allocate", counted)
     small, lent = open_kb(store=store), set()
     for count in (1, 2, 3, 2, 4, 1):
         for question in QUESTIONS:
             small.ask(question, k=count, sampling=SHORT)
             stats = small.prefix_stats()
-            assert sum(buffers.num_bytes for buffers in alive) == stats.lent_bytes
+            assert sum(one.num_bytes for one in buffers) == stats.lent_bytes
             assert stats.lent_bytes <= stats.num_bytes <= store.prefix_bytes
             lent.add(stats.lent_bytes)
     assert max(lent) > 0
     small.delete("cats")
     assert small.prefix_stats().lent_bytes == 0
-    assert len(alive) <= 1, "the model's thread still knows its last pass"
+    assert len(buffers) <= 1, "the model's thread still knows its last pass"
 
 
 def test_a_repeated_prompt_only_runs_its_suffix(kb, open_kb):

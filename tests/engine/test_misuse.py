@@ -6,11 +6,9 @@ import re
 
 import pytest
 from engine_texts import TEXTS, user
-from plain_oracle import greedy
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError, StoreClosedError, UnknownHandleError
-from ragcache.prompt import Prompt, prompt_format
 from ragcache_demo.bag_of_words import BagOfWords
 
 QUESTION = "Where do dogs bark?"
@@ -177,19 +175,6 @@ EXACT = {"method": "full", "sampling": rc.Sampling(max_tokens=6)}
 
 def last_answer(found) -> rc.Answer:
     return found if isinstance(found, rc.Answer) else list(found)[-1].answer
-
-
-def test_full_answers_as_a_model_alone_in_a_store_that_reuses(kb, oracle):
-    """Passages are read, and a prompt's beginning is reused still: the second time all but its end is known."""
-    assert kb.method == "reposition"
-    first, again = (kb.ask(QUESTION, 3, **EXACT) for _ in range(2))
-    text = prompt_format(kb.lm.tokenizer)
-    chunks = [hit.chunk.token_ids for hit in first.hits]
-    prompt = Prompt(text.prefix_ids, chunks, text.suffix_ids(kb.lm.tokenizer, QUESTION))
-    assert first.text == again.text == greedy(*oracle, prompt, None, 6)
-    assert first.method == "full"
-    assert {hit.kv for hit in first.hits} == {"unused"}
-    assert first.usage.computed_tokens > 100 > 2 >= again.usage.computed_tokens
 
 
 def test_every_call_takes_full(kb):
