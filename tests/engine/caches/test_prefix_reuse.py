@@ -78,13 +78,6 @@ def test_streaming_that_is_left_early_keeps_what_was_computed(kb):
     assert ask(kb, "Where do dogs bark?").usage.computed_tokens == 1
 
 
-def test_blocks_stay_out(kb):
-    kb.ask("Where do dogs bark?", k=3, sampling=SHORT)
-    assert tree(kb).stats().tokens == len(kb._engine.prompts.format.prefix_ids), (
-        "of blocks only what stands before them"
-    )
-
-
 @pytest.mark.parametrize("first", ["full", "reposition", "a3"])
 def test_a_prefix_serves_every_method(open_kb, tmp_path, first):
     """Whoever reads a system prompt first, the others only run what is theirs, and say what they say without it."""
