@@ -51,14 +51,6 @@ def test_without_link_tokens_it_is_reposition(family):
         assert torch.equal(rc.fuse(lm, prompt, method="link", **options).next_logits, moved)
 
 
-def test_one_chunk_behind_the_prefix_is_full_prefill(family):
-    lm, model = family
-    prompt = random_prompt(7, prefix=6, chunks=(17,))
-    ids = [*prompt.prefix_ids, *prompt.chunk_ids[0], 50, 51, *prompt.suffix_ids]
-    fused = rc.fuse(lm, prompt, method="link", link_ids=[[50, 51]], recipe="prefix")
-    assert_same(fused.next_logits, causal_logits(model, ids))
-
-
 def test_a_trained_checkpoint_needs_no_options(trained):
     lm, model = trained
     assert lm.default_method == "link"

@@ -2,7 +2,7 @@
 
 import pytest
 from blocks import same
-from families import FAMILIES, assert_same, causal_logits, ids_of, oracle_logits_of, random_prompt
+from families import FAMILIES, assert_same, ids_of, oracle_logits_of, random_prompt
 from kit.makers import made_by
 from test_neighbours import one_forward
 
@@ -13,7 +13,6 @@ from ragcache.models.primer import PRIMERS, visible
 
 IDS = (11, 12, 13, 14, 15)
 PRIMER = Recipe("primer", primer=IDS)
-BLOCKS_OF_TEXT = sorted(set(FAMILIES) - {"mistral-window"})  # which sees four tokens of a primer of five
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -26,15 +25,6 @@ def test_passages_see_prefix_and_primer_and_the_question_sees_no_primer(load, fa
     copies = [[[*prompt.prefix_ids, *recipe.primer_ids]]] * 3
     assert_same(fused.next_logits, oracle_logits_of(oracle, *one_forward(prompt, copies, Recipe())))
     assert set(fused.computed_tokens) == {len(prompt.suffix_ids)}
-
-
-@pytest.mark.parametrize("family", BLOCKS_OF_TEXT)
-def test_one_passage_behind_the_primers_own_kv_is_full_prefill(family, load):
-    lm, oracle = load(family)
-    prompt = random_prompt(71, prefix=6, chunks=(17,))
-    blocks = rc.encode(lm, prompt, PRIMER)
-    behind = rc.Prompt([*prompt.prefix_ids, *IDS], prompt.chunk_ids, prompt.suffix_ids)
-    assert_same(rc.fuse(lm, behind, "reposition", blocks).next_logits, causal_logits(oracle, behind.ids))
 
 
 def test_an_empty_primer_is_the_recipe_prefix(lm):
