@@ -285,12 +285,6 @@ def test_ingestion_goes_on_beside_many_askers(kb, pool):
     assert len(ingesting.result().added) == 12
 
 
-async def test_a_time_for_each_question_in_async_calls(kb):
-    with pytest.raises(TimedOutError):
-        await kb.aask(QUESTIONS[0], sampling=rc.Sampling(max_tokens=400), timeout_s=1e-6)
-    assert (await kb.aask(QUESTIONS[0], sampling=SHORT, timeout_s=WAIT_S)).text
-
-
 # Askers over the same passages
 
 
