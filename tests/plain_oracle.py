@@ -5,6 +5,8 @@ from functools import cache
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import ragcache as rc
+
 
 @cache
 def plain_transformers(directory):
@@ -42,6 +44,24 @@ def greedy_ids(model, tokenizer, prompt, allowed, count, *, positions=None, neve
         places.append(places[-1] + 1)
         made.append(token)
     return made
+
+
+def continued(directory, ids, passages, count=8):
+    """The text of `greedy` where every token sees all before it, those of passages (spans) their own passage alone."""
+    allowed = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+    for start, end in passages:
+        allowed[start:end, :start] = False
+    return greedy(*plain_transformers(directory), rc.Prompt(ids[:1], [], ids[1:]), allowed, count)
+
+
+def places(ids, hits):
+    """Where each passage's tokens stand, in order."""
+    found = []
+    for wanted in (list(hit.chunk.token_ids) for hit in hits):
+        last = found[-1][1] if found else 0
+        start = next(at for at in range(last, len(ids)) if ids[at : at + len(wanted)] == wanted)
+        found.append((start, start + len(wanted)))
+    return found
 
 
 def assert_read_behind(block, oracle, before, token_ids):

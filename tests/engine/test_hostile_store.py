@@ -8,32 +8,35 @@ from contextlib import suppress
 import pytest
 import torch
 from engine_texts import TEXTS
-from test_store_laws import ask, block_file
+from test_store_laws import ask, block_file, corrupt
 
 import ragcache as rc
 from ragcache.errors import ConfigError, StoreFailedError
 from ragcache.kv.block import KVBlock
 
 
-@pytest.mark.parametrize("change", ["tokens", "layers"])
-def test_kv_of_another_shape_is_dropped_and_computed_again(kb, open_kb, change, caplog):
-    """Whole and sealed: a bug, or another machine's."""
+@pytest.mark.parametrize("change", ["bits", "tokens", "layers"])
+def test_damaged_kv_and_kv_of_another_shape_is_dropped_and_computed_again(kb, open_kb, change, caplog):
+    """Of another shape it is whole and sealed: a bug, or another machine's."""
     expected = ask(kb)
     handle = expected.hits[0].handle
     block = kb.store.kv.get(handle).block
-    keys, values = (
-        (block.keys[:, :, :-1], block.values[:, :, :-1]) if change == "tokens" else (block.keys[1:], block.values[1:])
-    )
-    kb.store.kv._durable.put(handle, KVBlock(keys.contiguous(), values.contiguous()))
+    if change == "bits":
+        corrupt(block_file(kb, handle))
+    else:
+        rows = (slice(None), slice(None), slice(-1)) if change == "tokens" else slice(1, None)
+        kb.store.kv._durable.put(handle, KVBlock(block.keys[rows].contiguous(), block.values[rows].contiguous()))
     again = open_kb()
     with caplog.at_level(logging.WARNING):
         answer = ask(again)
     assert answer.text == expected.text
     assert [hit.kv for hit in answer.hits] == ["computed", "disk", "disk", "disk"]
     assert again.store.kv.stats().damaged == 1
-    assert f"block {handle}" in caplog.text
-    third = open_kb()
-    assert [hit.kv for hit in ask(third).hits] == ["disk"] * 4, "the right block was stored"
+    assert (handle if change == "bits" else f"block {handle}") in caplog.text
+    again._engine.contexts.clear()
+    assert ask(again).hits[0].kv == "memory"
+    assert again.doctor().sound
+    assert [hit.kv for hit in ask(open_kb()).hits] == ["disk"] * 4, "the right block was stored"
 
 
 @pytest.mark.parametrize("codec", ["raw", "int8"])

@@ -4,7 +4,7 @@ import pytest
 from engine_texts import TEXTS
 
 import ragcache as rc
-from ragcache.errors import ConfigError, MissingBlockError, NoSuchDocumentError, PinError
+from ragcache.errors import MissingBlockError, NoSuchDocumentError, PinError
 
 QUESTION = "Where does the Arno rise?"
 
@@ -45,15 +45,6 @@ def test_answers_are_the_same_whatever_the_budgets(open_kb, tmp_path) -> None:
             assert held["disk"] <= budget.get("disk_bytes", 1 << 40)
             assert ("device" in held) == ("device_bytes" in budget)
             assert kb.doctor().sound
-
-
-def test_ingest_says_when_kv_is_computed(open_kb) -> None:
-    with open_kb(store=rc.StoreConfig(load="always", prefix_bytes=0)) as kb:
-        assert kb.ingest(documents(), kv="lazy").computed_tokens == 0
-        assert [origins(kb), origins(kb)] == [["computed"], ["memory"]]
-        with pytest.raises(ConfigError, match="kv 'hot' is unknown"):
-            kb.ingest(documents(), kv="hot")
-        assert kb.ingest(rc.Document("new", "Some more about Kelbrook.\n"), kv="eager").computed_tokens > 0
 
 
 def test_pinned_documents_stay_and_are_computed_where_needed(open_kb, tmp_path) -> None:

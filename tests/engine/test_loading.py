@@ -19,7 +19,6 @@ from ragcache.errors import CancelledError, ConfigError, SchemaVersionError, Tim
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.models.deadline import Limit, limited
-from ragcache.models.encode import AbandonedSignal
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
 from ragcache.store.prefill_rate import PrefillRate
@@ -253,14 +252,6 @@ def test_some_are_read_while_others_are_computed(setup):
     read = [same(block, own) for block, own in zip(loaded.blocks, setup.blocks, strict=True)]
     assert all(same for same, origin in zip(read, loaded.origins, strict=True) if origin == "disk")
     assert loaded.encoded_tokens == sum(len(i) for i, o in zip(IDS, loaded.origins, strict=True) if o == "computed")
-
-
-def test_encoding_ends_in_the_layer_in_which_nobody_wants_it(lm):
-    asked = []
-    with pytest.raises(AbandonedSignal):
-        lm.encode([IDS[0]], is_needed=lambda: bool(asked.append(1)) or len(asked) < 2)
-    assert len(asked) == 2
-    assert same(lm.encode([IDS[0]], is_needed=lambda: True)[0], lm.encode([IDS[0]])[0])
 
 
 def test_what_no_tier_has_is_computed_in_batches_and_kept(setup):

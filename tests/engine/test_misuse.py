@@ -6,11 +6,9 @@ import re
 
 import pytest
 from engine_texts import TEXTS, user
-from plain_oracle import greedy
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError, StoreClosedError, UnknownHandleError
-from ragcache.prompt import Prompt, prompt_format
 from ragcache_demo.bag_of_words import BagOfWords
 
 QUESTION = "Where do dogs bark?"
@@ -48,6 +46,7 @@ REFUSED = [
     (asking(sampling={"max_tokens": 5}), ConfigError, "of type dict; give rc.Sampling(max_tokens=...)"),
     (lambda kb: kb.ask_many(QUESTION), ConfigError, "give a list of questions"),
     (lambda kb: kb.ingest(5), ConfigError, "inputs is 5, of type int; give paths, folders, or rc.Document objects"),
+    (lambda kb: kb.ingest(rc.Document("new", "Owls hunt."), kv="hot"), ConfigError, "kv 'hot' is unknown"),
     *((lambda kb, given=given: kb.precompute(given), ConfigError, "holds no passages that can be read")
       for given in (7, [7], b"text", [b"text"], None)),
     # Questions
@@ -55,6 +54,7 @@ REFUSED = [
     (lambda kb: kb.ask("  \n"), PromptError, "empty"),
     (lambda kb: kb.ask("why " * 200), ContextTooLongError, "512"),
     (asking(0), ConfigError, "k is 0"),
+    (asking(timeout_s=0), ConfigError, "timeout_s is 0"),
     (asking(method="telepathy"), ConfigError, "telepathy"),
     (asking(on_overflow="shrink"), ConfigError, "shrink"),
     (asking(order="alphabet"), ConfigError, "'alphabet' is unknown; choose one of relevance, shared"),
@@ -125,13 +125,6 @@ async def test_every_call_names_an_option_that_there_is_not_and_those_there_are(
             await (anext(later) if "stream" in name else later)
 
 
-async def test_errors_reach_an_event_loop(kept):
-    with pytest.raises(PromptError, match="empty"):
-        await kept.aask(" ")
-    with pytest.raises(PromptError, match="no user message"):
-        await anext(kept.astream_chat([]))
-
-
 @pytest.mark.parametrize("field", ["max_tokens", "temperature", "top_k", "min_p", "seed"])
 def test_a_sampling_field_of_another_type_is_named(field):
     with pytest.raises(ConfigError, match=f"{field} is 'much'.* give a number"):
@@ -182,19 +175,6 @@ EXACT = {"method": "full", "sampling": rc.Sampling(max_tokens=6)}
 
 def last_answer(found) -> rc.Answer:
     return found if isinstance(found, rc.Answer) else list(found)[-1].answer
-
-
-def test_full_answers_as_a_model_alone_in_a_store_that_reuses(kb, oracle):
-    """Passages are read, and a prompt's beginning is reused still: the second time all but its end is known."""
-    assert kb.method == "reposition"
-    first, again = (kb.ask(QUESTION, 3, **EXACT) for _ in range(2))
-    text = prompt_format(kb.lm.tokenizer)
-    chunks = [hit.chunk.token_ids for hit in first.hits]
-    prompt = Prompt(text.prefix_ids, chunks, text.suffix_ids(kb.lm.tokenizer, QUESTION))
-    assert first.text == again.text == greedy(*oracle, prompt, None, 6)
-    assert first.method == "full"
-    assert {hit.kv for hit in first.hits} == {"unused"}
-    assert first.usage.computed_tokens > 100 > 2 >= again.usage.computed_tokens
 
 
 def test_every_call_takes_full(kb):

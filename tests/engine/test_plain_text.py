@@ -8,7 +8,7 @@ from engine_texts import TEXTS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kit.makers import messages_of
-from plain_oracle import greedy, plain_transformers
+from plain_oracle import continued, places
 from tiny_model import LINK, bpe_tokenizer, save_tiny_llama
 
 import ragcache as rc
@@ -64,42 +64,6 @@ def asked(kb, way, content, **options):
     if way == "user":
         return kb.chat([{"role": "user", "content": content}], **options)
     return kb.complete([content[:9], content[9:]] if way == "in pieces" else content, **options)
-
-
-@pytest.fixture
-def read(kb, monkeypatch):
-    """Ids of every prompt that the model read, with what a method put between them."""
-    return reads(kb, monkeypatch)
-
-
-def reads(kb, monkeypatch):
-    found, check = [], kb.lm.check_ids
-
-    def check_ids(ids, what):
-        if what == "the prompt":
-            found.append(list(ids))
-        return check(ids, what)
-
-    monkeypatch.setattr(kb.lm, "check_ids", check_ids)
-    return found
-
-
-def continued(model_directory, ids, passages, count=8):
-    """Plain transformers: every token sees all before it, those of passages (spans) their own passage alone."""
-    allowed = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
-    for start, end in passages:
-        allowed[start:end, :start] = False
-    return greedy(*plain_transformers(model_directory), rc.Prompt(ids[:1], [], ids[1:]), allowed, count)
-
-
-def places(ids, hits):
-    """Where each passage's tokens stand, in order."""
-    found = []
-    for wanted in (list(hit.chunk.token_ids) for hit in hits):
-        last = found[-1][1] if found else 0
-        start = next(at for at in range(last, len(ids)) if ids[at : at + len(wanted)] == wanted)
-        found.append((start, start + len(wanted)))
-    return found
 
 
 @pytest.mark.parametrize("way", ["user", "system", "complete", "in pieces"])
@@ -195,13 +159,12 @@ TURNED = "{% for m in messages %}{{ m['content'] }}<|eos|>{% endfor %}"  # a con
     ("method", "alone"),
     [("reposition", 5), (get_method("epic", first_tokens=100), 0), (get_method("cacheblend", ratio=1.0), 0)],
 )
-def test_a_conversation_goes_on_behind_the_passages_that_its_messages_quote(tmp_path, open_kb, method, alone):
+def test_a_conversation_goes_on_behind_the_passages_that_its_messages_quote(tmp_path, open_kb, read, method, alone):
     """alone: passages, of five, that plain transformers reads by themselves to answer the same"""
     directory = save_tiny_llama(tmp_path / "lm", chat_template=TURNED)
-    with open_kb(model=rc.load_lm(directory), method=method) as kb, pytest.MonkeyPatch.context() as patch:
+    with open_kb(model=rc.load_lm(directory), method=method) as kb:
         kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
         first, second, third, fourth = kb.retrieve(QUESTION, k=4)
-        read = reads(kb, patch)
         messages = [{"role": "user", "content": f"{first.chunk.text}\n{second.chunk.text}{third.chunk.text}Why?"}]
         begun = kb.chat(messages, sampling=rc.Sampling(max_tokens=8))
         messages += [
@@ -266,13 +229,12 @@ JOINTS = st.sampled_from(["", " ", "\n", "\n\n", "\r\n", "00 crowns\n", ".\n\n",
 
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(parts=st.lists(st.tuples(QUOTES, JOINTS), min_size=1, max_size=5), way=st.sampled_from(["user", "complete"]))
-def test_what_a_prompt_says_depends_on_it_alone(bpe_kb, parts, way):
+def test_what_a_prompt_says_depends_on_it_alone(bpe_kb, read, parts, way):
     """Its ids are those that the tokenizer gives its text, whatever the store has handed out (law 15)."""
     text = "".join(part for pair in parts for part in pair) + "Who?"
     bpe_kb.retrieve("harbour", k=len(BPE_TEXTS))
-    with pytest.MonkeyPatch.context() as patch:
-        read = reads(bpe_kb, patch)
-        answer = asked(bpe_kb, way, text, sampling=ONE)
+    read.clear()
+    answer = asked(bpe_kb, way, text, sampling=ONE)
     tokenizer, shown = bpe_kb.lm.tokenizer, f"{text}\nAnswer:" if way == "user" else text
     ids = [tokenizer.bos_token_id, *tokenizer(shown, add_special_tokens=False)["input_ids"]]
     assert read == [ids]
@@ -293,31 +255,28 @@ def test_separators_that_keep_the_tokens_keep_the_reuse(bpe_kb):
     assert max(missing) <= 2
 
 
-def test_what_is_found_in_part_is_cut_from_its_own_block(bpe_kb, tmp_path):
+def test_what_is_found_in_part_is_cut_from_its_own_block(bpe_kb, read):
     """A passage whose last tokens differ is read as plain transformers read it under a mask: it sees itself alone."""
     texts = [hit.chunk.text.strip() for hit in bpe_kb.retrieve("harbour", k=len(BPE_TEXTS))]
-    with pytest.MonkeyPatch.context() as patch:
-        read = reads(bpe_kb, patch)
-        answer = asked(bpe_kb, "complete", "\n\n".join(texts) + "\n\nWho?")
+    answer = asked(bpe_kb, "complete", "\n\n".join(texts) + "\n\nWho?")
     assert [len(read), len(answer.hits)] == [1, 4]
     assert answer.text == continued(bpe_kb.lm.name, read[0], places(read[0], answer.hits))
 
 
-def test_a_passage_behind_other_first_tokens_is_found_behind_them(bpe_kb):
+def test_a_passage_behind_other_first_tokens_is_found_behind_them(bpe_kb, monkeypatch):
     """Its KV is that of its own block, whose first tokens stand before it."""
     (hit,) = bpe_kb.retrieve("river Arno", k=1)
     own, blocks = hit.chunk.token_ids, []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            local_engine, "prefill", lambda *given, **named: blocks.append(given[2]) or prefill(*given, **named)
-        )
-        ids = [*own[5:7], *own[2:], *own[:1]]
-        cut = bpe_kb._questions.finder.cut
-        ends, hits = cut(PromptEnds((), ids), [], parts=True)
-        assert [one.chunk.token_ids for one in hits] == [own[2:]]
-        assert [*ends.prefix_ids, *hits[0].chunk.token_ids, *ends.suffix_ids] == ids
-        reading = bpe_kb._questions._request_options({"sampling": ONE})
-        list(bpe_kb._engine.stream(bpe_kb._engine.prompts.request(ends, hits, reading, Clock(0.0))))
+    monkeypatch.setattr(
+        local_engine, "prefill", lambda *given, **named: blocks.append(given[2]) or prefill(*given, **named)
+    )
+    ids = [*own[5:7], *own[2:], *own[:1]]
+    cut = bpe_kb._questions.finder.cut
+    ends, hits = cut(PromptEnds((), ids), [], parts=True)
+    assert [one.chunk.token_ids for one in hits] == [own[2:]]
+    assert [*ends.prefix_ids, *hits[0].chunk.token_ids, *ends.suffix_ids] == ids
+    reading = bpe_kb._questions._request_options({"sampling": ONE})
+    list(bpe_kb._engine.stream(bpe_kb._engine.prompts.request(ends, hits, reading, Clock(0.0))))
     (whole,) = bpe_kb._parts.block_keys.encode([own])
     torch.testing.assert_close(blocks[0][0].keys, whole.keys[:, :, 2:], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(blocks[0][0].values, whole.values[:, :, 2:], atol=1e-5, rtol=1e-5)

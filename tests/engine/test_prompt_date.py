@@ -43,19 +43,8 @@ def clock(monkeypatch):
     return lambda month, day: setattr(Clock, "day", datetime(2026, month, day))
 
 
-@pytest.fixture
-def read(monkeypatch):
-    """Prompts as they were read, as text."""
-    read = []
-    make = rc.engine.prompts.Prompts.prompt
-
-    def prompt(self, ends, hits, reading):
-        made = make(self, ends, hits, reading)
-        read.append(self.lm.tokenizer.decode(made[0].ids))
-        return made
-
-    monkeypatch.setattr(rc.engine.prompts.Prompts, "prompt", prompt)
-    return read
+def texts_of(kb, read):
+    return [kb.lm.tokenizer.decode(ids) for ids in read]
 
 
 def asked(kb, **options):
@@ -76,25 +65,25 @@ def test_prompts_state_the_day_of_the_question(open_dated, clock, read, recipe):
     with open_dated(recipe=recipe, texts=TEXTS) as kb:
         first = stored(kb)
         asked(kb)
-        assert all(MAY in one for one in read)
+        assert all(MAY in one for one in texts_of(kb, read))
         clock(9, 21)
         read.clear()
         answers = [*asked(kb), kb.ask(QUESTION, k=2, sampling=SHORT, system="Be brief.")]
-        assert all(SEPTEMBER in one for one in read)
+        assert all(SEPTEMBER in one for one in texts_of(kb, read))
         assert all(hit.kv != "computed" for answer in answers for hit in answer.hits)
     with open_dated(recipe=recipe) as kb:
         answers = asked(kb)
         assert {hit.kv for hit in answers[0].hits} == {"disk"}
         kb.ingest(rc.Document("new", "A ferry goes to the island."))
         assert len(stored(kb)) == len(first) + 1
-    assert all(SEPTEMBER in one for one in read)
+    assert all(SEPTEMBER in one for one in texts_of(kb, read))
 
 
 def test_kv_behind_the_prefix_serves_every_day(open_dated, clock, read):
     """What a block was read behind stands before it, whatever day it is: an exact method answers alike."""
     with open_dated(recipe="prefix", texts=TEXTS) as kb:
         first, texts = stored(kb), [answer.text for answer in asked(kb)]
-        own = read[0].partition("\n")[0]
+        own = texts_of(kb, read)[0].partition("\n")[0]
     clock(9, 21)
     with open_dated(recipe="prefix") as kb:
         answers = asked(kb)
@@ -103,7 +92,7 @@ def test_kv_behind_the_prefix_serves_every_day(open_dated, clock, read):
         assert kb.ask(QUESTION, k=1, sampling=SHORT).text == kb.ask(QUESTION, k=1, method="full", sampling=SHORT).text
         kb.ingest(rc.Document("new", "A ferry goes to the island."))
         assert len(stored(kb)) == len(first) + 1
-    assert all(one.startswith(own) for one in read)
+    assert all(one.startswith(own) for one in texts_of(kb, read))
 
 
 def test_a_days_prompt_is_that_of_plain_transformers(open_dated, clock, dated):

@@ -122,18 +122,20 @@ def test_a_changed_prefix_changes_prefix_blocks_and_leaves_isolated_ones(kb, ope
     assert {hit.kv for hit in ask(open_kb(tmp_path / "p", recipe="prefix", system="Be brief.")).hits} == {"computed"}
 
 
-def test_a_damaged_block_is_dropped_and_computed_again(kb, open_kb, caplog):
-    expected = ask(kb)
-    handle = expected.hits[0].handle
-    corrupt(block_file(kb, handle))
-    again = open_kb()
-    answer = ask(again)
-    assert answer.text == expected.text
-    assert [hit.kv for hit in answer.hits] == ["computed", "disk", "disk", "disk"]
-    assert handle in caplog.text
-    again._engine.contexts.clear()
-    assert ask(again).hits[0].kv == "memory"
-    assert again.doctor().sound
+def test_a_store_keeps_its_primer_and_serves_any_system_prompt(kb, open_kb, tmp_path):
+    recipe = rc.Recipe("primer", primer="Ships carry grain along the coast in summer.")
+    texts = {id: kb.chunks_of(id)[0].text for id in TEXTS}
+    with open_kb(tmp_path / "primed", recipe=recipe, texts=texts) as primed:
+        handles = primed.store.documents.handles()
+        assert primed.info().primer_tokens == len(primed.lm.recipe(recipe).primer_ids) > 0
+    again = open_kb(tmp_path / "primed")
+    turns = [{"role": "user", "content": QUESTION}]
+    answers = [*(ask(again, system=system) for system in (None, "Be brief.")), again.chat(turns, k=4, context="keep")]
+    for answer in answers:
+        assert {source.handle for source in answer.hits} == handles == again.store.documents.handles()
+    assert {source.kv for answer in answers[:2] for source in answer.hits} <= {"disk", "memory", "device", "shared"}
+    with pytest.raises(errors.StoreMismatchError, match=r"read by recipe 'primer' with \d+ tokens, not by 'isolated'"):
+        open_kb(tmp_path / "primed", recipe="isolated")
 
 
 # Law 10

@@ -99,12 +99,6 @@ def ask(kb, **options):
     return kb.ask(QUESTION, k=4, sampling=SHORT, **options)
 
 
-def test_every_chunk_is_read_behind_those_nearest_to_it(near, oracle):
-    assert_true(near, oracle)
-    assert {source.kv for source in ask(near).hits} == {"memory"}, "nothing is left to be computed"
-    assert near.doctor().sound
-
-
 @pytest.mark.parametrize("kind", ["flat", "hnsw"])
 def test_a_new_document_changes_what_it_is_nearer_to_and_nothing_else(open_near, oracle, kind):
     kb = open_near(store={"index": kind}, texts=TEXTS)
@@ -119,6 +113,8 @@ def test_a_new_document_changes_what_it_is_nearer_to_and_nothing_else(open_near,
     behind = sum(len(one) for chunk in read for one in near_now[chunk.id])
     assert report.computed_tokens == behind + sum(chunk.num_tokens for chunk in read)
     assert kb.ingest(NEARER).computed_tokens == 0
+    assert {source.kv for source in ask(kb).hits} == {"memory"}, "nothing is left to be computed"
+    assert kb.doctor().sound
 
 
 def test_deleting_a_document_deletes_what_was_read_behind_it_at_once(near, open_near, oracle):
@@ -194,21 +190,14 @@ def test_a_conversation_lets_go_of_kv_read_behind_what_was_deleted(near):
     assert not tree.owners() & {chunk.vector_id for chunk in chunks_of(near)}
 
 
-def test_the_same_text_twice_is_no_neighbour_of_itself(open_near, oracle):
-    kb = open_near()
-    documents = [rc.Document(f"{id}{n}", text) for id, text in TEXTS.items() for n in range(3)]
-    kb.ingest(documents)
-    assert_true(kb, oracle)
-    assert len(set(handles(kb).values())) == len(TEXTS)
-
-
-def test_another_release_of_a_text_is_no_neighbour_of_it(open_near, oracle):
+def test_neither_another_release_of_a_text_nor_the_same_text_is_a_neighbour_of_it(open_near, oracle):
     """Thirty near copies crowd out unlike texts at first, so that the search has to go on."""
     kb = open_near()
     releases = [f"The river Arno rises in the Vale hills, says release {n}.\n" for n in range(30)]
     kb.ingest(rc.Document(f"release{n}", text) for n, text in enumerate(releases))
-    kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    kb.ingest(rc.Document(f"{id}{n}", text) for id, text in TEXTS.items() for n in range(2))
     assert_true(kb, oracle)
+    assert len({handle for id, handle in handles(kb).items() if "release" not in id}) == len(TEXTS)
     near = brute_force(kb)
     assert all(b"release" not in bytes(ids) for ids in near[chunk_of(kb, "release0").id])
     assert len(near[chunk_of(kb, "release0").id]) == 2
@@ -217,14 +206,19 @@ def test_another_release_of_a_text_is_no_neighbour_of_it(open_near, oracle):
 def test_neighbours_that_do_not_fit_the_model_are_left_out_farthest_first(open_kb, tmp_path):
     small = rc.load_lm(save_tiny_llama(tmp_path / "small", positions=100))
     kb = open_kb(tmp_path / "kb", model=small, method="reposition", store=rc.StoreConfig(neighbours=2), texts=TEXTS)
-    near, recipe, left_out = brute_force(kb), kb._parts.block_keys.recipe, 0
-    for chunk in chunks_of(kb):
-        both = near[chunk.id]
-        fitting = both if chunk.num_tokens + sum(map(len, both)) <= 100 else both[:1]
-        fitting = fitting if chunk.num_tokens + sum(map(len, fitting)) <= 100 else []
-        left_out += len(fitting) < 2
-        assert chunk.handle == block_key(small.fingerprint, recipe, (), chunk.token_ids, neighbours=fitting)
-    assert left_out > 0
+    near = brute_force(kb)
+    assert_left_out(kb, [(chunk, near[chunk.id]) for chunk in chunks_of(kb)], farthest=-1)
+
+
+def assert_left_out(kb, read, farthest):
+    """Every chunk's name is that of its neighbours that fit. read: chunks, with all of their neighbours"""
+    left_out, recipe = 0, kb._parts.block_keys.recipe
+    for chunk, near in read:
+        while chunk.num_tokens + sum(map(len, near)) > kb.lm.max_positions:
+            near.pop(farthest)
+            left_out += 1
+        assert chunk.handle == block_key(kb.lm.fingerprint, recipe, (), chunk.token_ids, neighbours=near)
+    assert left_out
 
 
 def test_a_lone_chunk_and_a_passage_from_outside_are_read_alone(open_near, oracle):
@@ -416,13 +410,9 @@ def test_what_does_not_fit_is_left_out_farthest_first(open_kb, tmp_path):
     store = rc.StoreConfig(neighbours=3, neighbours_from="document")
     kb = open_kb(tmp_path / "kb", model=small, method="reposition", store=store, chunker=CUT)
     kb.ingest(FIRST)
-    chunks, recipe, left_out = kb.chunks_of("first"), kb._parts.block_keys.recipe, 0
-    for rank, chunk in enumerate(chunks):
-        before = [other.token_ids for other in chunks[max(0, rank - 3) : rank]]
-        while sum(map(len, before)) + chunk.num_tokens > 40:
-            before, left_out = before[1:], left_out + 1
-        assert chunk.handle == block_key(small.fingerprint, recipe, (), chunk.token_ids, neighbours=before)
-    assert left_out
+    chunks = kb.chunks_of("first")
+    before = [[other.token_ids for other in chunks[max(0, rank - 3) : rank]] for rank in range(len(chunks))]
+    assert_left_out(kb, zip(chunks, before, strict=True), farthest=0)
 
 
 def test_a_question_over_first_chunks_writes_nothing(open_behind):

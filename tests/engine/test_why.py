@@ -50,13 +50,6 @@ def test_the_token_that_differs_is_named(open_kb):
         assert kb.why([{"role": "user", "content": "Nothing of the kind is said here, or anywhere."}]) == []
 
 
-def test_a_method_that_reads_no_blocks_says_so(open_kb):
-    with open_kb(texts={"rivers": TEXTS["rivers"]}) as kb:
-        found = kb.why(QUESTION, method="full")
-        assert {one.why for one in found} == {"method cannot"}
-        assert "full" in found[0].detail
-
-
 SHORT = rc.Sampling(max_tokens=2)
 
 

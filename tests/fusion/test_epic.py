@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from blend_oracle import blended_logits
+from covering import covering
 from families import assert_same, load_tiny, oracle_logits, random_prompt
 
 import ragcache as rc
@@ -26,10 +27,11 @@ def edge_tokens(prompt, first, last):
     return tokens
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
-@pytest.mark.parametrize(("first", "last"), EDGES)
-@pytest.mark.parametrize("prefix", [0, 1, 5])
-def test_the_edges_of_all_chunks_that_something_precedes_run(load, family, first, last, prefix):
+@pytest.mark.parametrize(
+    ("family", "edges", "prefix"), covering(["llama", "gemma2", "mixtral"], EDGES, [0, 1, 5], together=[(1, 2)])
+)
+def test_the_edges_of_all_chunks_that_something_precedes_run(load, family, edges, prefix):
+    first, last = edges
     lm, oracle = load(family)
     prompt = random_prompt(53, prefix)
     running = [token for tokens in edge_tokens(prompt, first, last) for token in tokens]

@@ -34,6 +34,7 @@ from tiny_model import save_tiny_llama
 import ragcache as rc
 from ragcache.errors import ConfigError, ContextTooLongError, StaleBlockError
 from ragcache.kv.block_key import Recipe, block_key
+from ragcache.models import kvzip
 from ragcache.models.encode import AbandonedSignal
 
 SINKS = 4
@@ -202,16 +203,11 @@ def test_a_task_takes_the_place_of_the_repetition(tmp_path):
         assert places_of(block) == expected_places(oracle, lm, [], text, behind, 0.3, range(SINKS))
 
 
-def test_long_chunks_are_repeated_in_pieces(llama):
+def test_long_chunks_are_repeated_in_pieces(llama, monkeypatch):
     chunk = [3 + rank * 7 % 190 for rank in range(200)]
-    import ragcache.models.kvzip as worth
-
     (whole,) = llama.lm.encode([chunk], Recipe(kept=0.2))
-    rows, worth.ROWS = worth.ROWS, 33
-    try:
-        (pieces,) = llama.lm.encode([chunk], Recipe(kept=0.2))
-    finally:
-        worth.ROWS = rows
+    monkeypatch.setattr(kvzip, "ROWS", 33)
+    (pieces,) = llama.lm.encode([chunk], Recipe(kept=0.2))
     assert places_of(whole) == places_of(pieces)
 
 

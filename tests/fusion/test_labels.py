@@ -3,7 +3,7 @@
 import pytest
 import torch
 from blend_oracle import forward as overridden
-from families import METHOD_FAMILIES, assert_same, causal, oracle_logits_of, tiny
+from families import METHOD_FAMILIES, assert_same, causal, causal_logits, figure_2, oracle_logits_of, tiny
 from kit.makers import each
 
 import ragcache as rc
@@ -14,41 +14,21 @@ PREFIX, SUFFIX = (3, 4, 5), (44, 45, 46)
 CHUNKS = ((10, 11, 12, 13, 14), (20, 21, 22), (10, 11, 12))
 LABELS = ((), (50, 51), (52,))
 PROMPT = rc.Prompt(PREFIX, CHUNKS, SUFFIX, LABELS)
-# Every token, with the passage that it belongs to.
-TOKENS = [
-    *((id, None) for id in PREFIX),
-    *((id, 0) for id in CHUNKS[0]),
-    *((id, None) for id in LABELS[1]),
-    *((id, 1) for id in CHUNKS[1]),
-    *((id, None) for id in LABELS[2]),
-    *((id, 2) for id in CHUNKS[2]),
-    *((id, None) for id in SUFFIX),
-]
+PARTS = [("text", PREFIX)]
+for label, chunk in zip(LABELS, CHUNKS, strict=True):
+    PARTS += [("text", label), ("chunk", chunk)]
+PARTS.append(("text", SUFFIX))
+IDS, APART = figure_2(PARTS)
+"""Its ids, and what sees what where every passage's tokens see that passage alone."""
 READ = [name for name in METHODS if name != "link" and get_method(name).keeps_context]
 
 
 family = each(METHOD_FAMILIES, tiny)
 
 
-def mask(*, apart):
-    """What sees what. apart: every passage's tokens see that passage alone"""
-    owners = [owner for _, owner in TOKENS]
-    n = len(TOKENS)
-    seen = causal(n)
-    if apart:
-        alone = [[owners[row] in (None, owners[column]) for column in range(n)] for row in range(n)]
-        seen &= torch.tensor(alone)
-    return seen
-
-
-def forward(oracle, *, apart):
-    """One plain forward pass."""
-    return oracle_logits_of(oracle, [id for id, _ in TOKENS], mask(apart=apart))
-
-
 def test_labels_are_part_of_the_prompt():
-    assert PROMPT.ids == [id for id, _ in TOKENS]
-    assert (PROMPT.num_tokens, PROMPT.context_tokens) == (len(TOKENS), len(TOKENS) - len(SUFFIX))
+    assert PROMPT.ids == IDS
+    assert (PROMPT.num_tokens, PROMPT.context_tokens) == (len(IDS), len(IDS) - len(SUFFIX))
     assert rc.Prompt(PREFIX, CHUNKS, SUFFIX, [[], [], []]) == rc.Prompt(PREFIX, CHUNKS, SUFFIX)
     with pytest.raises(PromptError, match="2 labels were given for 3 chunks"):
         rc.Prompt(PREFIX, CHUNKS, SUFFIX, LABELS[1:])
@@ -57,28 +37,28 @@ def test_labels_are_part_of_the_prompt():
 def test_labels_run_with_the_question(family):
     lm, oracle = family
     fused = rc.fuse(lm, PROMPT, "reposition")
-    assert_same(fused.next_logits, forward(oracle, apart=True))
+    assert_same(fused.next_logits, oracle_logits_of(oracle, IDS, APART))
     own = sum(map(len, CHUNKS)) + len(PREFIX)
-    assert set(fused.computed_tokens) == {len(TOKENS) - own}
+    assert set(fused.computed_tokens) == {len(IDS) - own}
 
 
 def test_recompute_methods_run_them_beside_the_tokens_that_they_choose(family):
     """Law 3 with text between passages, and epic as one forward in which all else is a block's."""
     lm, oracle = family
-    assert_same(rc.fuse(lm, PROMPT, "cacheblend", ratio=0.0).next_logits, forward(oracle, apart=True))
-    assert_same(rc.fuse(lm, PROMPT, "cacheblend", ratio=1.0).next_logits, forward(oracle, apart=False))
-    owners, n = [owner for _, owner in TOKENS], len(TOKENS)
-    runs = [owner is None or owners[row - 2 : row] != [owner] * 2 for row, owner in enumerate(owners)]
-    _, apart, _ = overridden(oracle, PROMPT.ids, mask(apart=True))
+    alone = oracle_logits_of(oracle, IDS, APART)
+    assert_same(rc.fuse(lm, PROMPT, "cacheblend", ratio=0.0).next_logits, alone)
+    assert_same(rc.fuse(lm, PROMPT, "cacheblend", ratio=1.0).next_logits, causal_logits(oracle, IDS))
+    runs = [kind == "text" or place < 2 for kind, ids in PARTS for place in range(len(ids))]
+    _, apart, _ = overridden(oracle, IDS, APART)
     chosen = [torch.tensor(runs).nonzero()[:, 0]] * lm.shape.num_layers
-    expected = overridden(oracle, PROMPT.ids, causal(n), apart, chosen)[0]
+    expected = overridden(oracle, IDS, causal(len(IDS)), apart, chosen)[0]
     assert_same(rc.fuse(lm, PROMPT, "epic", first_tokens=2).next_logits, expected)
-    assert (expected - forward(oracle, apart=True)).abs().max() > 1e-3 * expected.abs().max()
+    assert (expected - alone).abs().max() > 1e-3 * expected.abs().max()
 
 
 def test_full_prefill_reads_them_in_place(family):
     lm, oracle = family
-    assert_same(rc.fuse(lm, PROMPT, "full").next_logits, forward(oracle, apart=False))
+    assert_same(rc.fuse(lm, PROMPT, "full").next_logits, causal_logits(oracle, IDS))
 
 
 def test_a_labelled_context_is_shared(family):

@@ -7,7 +7,6 @@ from families import (
     VOCAB,
     assert_same,
     causal_logits,
-    figure_2,
     linked,
     oracle_logits_of,
     oracle_model,
@@ -33,25 +32,6 @@ def oracle_of(model, prompt, links, **more):
     return oracle_logits_of(model, ids, allowed)
 
 
-def test_the_oracles_mask_is_the_figure():
-    """Figure 2, left: documents of two tokens, one link token each, one token of the user's."""
-    _, allowed = figure_2(
-        [("chunk", [1, 2]), ("link", [3]), ("chunk", [4, 5]), ("link", [6]), ("chunk", [7]), ("link", [8]), ("s", [9])]
-    )
-    rows = ["".join("x" if seen else "." for seen in row) for row in allowed.tolist()]
-    assert rows == [
-        "x........",
-        "xx.......",
-        "xxx......",
-        "...x.....",
-        "...xx....",
-        "xxxxxx...",
-        "......x..",
-        "xxxxxxxx.",
-        "xxxxxxxxx",
-    ]
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_link_is_one_forward_under_the_papers_mask(family, seed):
     lm, model = family
@@ -69,14 +49,6 @@ def test_without_link_tokens_it_is_reposition(family):
     moved = rc.fuse(lm, prompt, method="reposition").next_logits
     for options in ({"link_ids": [[]] * 4}, {"link_tokens": 0}):
         assert torch.equal(rc.fuse(lm, prompt, method="link", **options).next_logits, moved)
-
-
-def test_one_chunk_behind_the_prefix_is_full_prefill(family):
-    lm, model = family
-    prompt = random_prompt(7, prefix=6, chunks=(17,))
-    ids = [*prompt.prefix_ids, *prompt.chunk_ids[0], 50, 51, *prompt.suffix_ids]
-    fused = rc.fuse(lm, prompt, method="link", link_ids=[[50, 51]], recipe="prefix")
-    assert_same(fused.next_logits, causal_logits(model, ids))
 
 
 def test_a_trained_checkpoint_needs_no_options(trained):
@@ -106,8 +78,6 @@ def test_given_link_ids_replace_all_that_the_checkpoint_adds(trained):
     lm, model = trained
     prompt = random_prompt(4)
     assert_same(rc.fuse(lm, prompt, method="link", link_ids=LINKS).next_logits, oracle_of(model, prompt, LINKS))
-    moved = rc.fuse(lm, prompt, method="reposition").next_logits
-    assert torch.equal(rc.fuse(lm, prompt, method="link", link_tokens=0).next_logits, moved)
 
 
 def test_a_callers_prefix_holds_kv_start(trained):
@@ -120,29 +90,6 @@ def test_a_callers_prefix_holds_kv_start(trained):
     assert_same(fused.next_logits, rc.fuse(lm, prompt, method="link").next_logits)
     with pytest.raises(ConfigError, match="prefix"):
         rc.fuse(lm, prompt, method="link", exact=lm.read(prompt.prefix_ids))
-
-
-def test_a_prompt_without_chunks_gets_nothing_added(trained):
-    lm, _ = trained
-    prompt = random_prompt(6, chunks=())
-    expected = rc.fuse(lm, prompt, method="full").next_logits
-    torch.testing.assert_close(rc.fuse(lm, prompt, method="link").next_logits, expected, atol=1e-4, rtol=1e-4)
-
-
-def test_decoding_goes_on_behind_the_link_tokens(trained):
-    lm, model = trained
-    prompt = random_prompt(2)
-    fused = rc.fuse(lm, prompt, method="link")
-    ids, allowed = linked(prompt, [TRAINED.link_ids(slot) for slot in range(4)], before=[160], behind=[161])
-    logits, position = fused.next_logits, fused.next_position
-    for token in (11, 12, 13):
-        logits = lm.run([token], position, fused.cache)
-        position += 1
-        ids = [*ids, token]
-        grown = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
-        grown[:-1, :-1] = allowed
-        allowed = grown
-        assert_same(logits, oracle_logits_of(model, ids, allowed))
 
 
 def test_checkpoints_of_the_authors_code(tmp_path):

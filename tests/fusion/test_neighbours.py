@@ -4,14 +4,15 @@ import pytest
 import torch
 from blocks import same
 from families import FAMILIES, METHOD_FAMILIES, assert_same, causal_logits, oracle_logits_of, random_prompt
+from plain_oracle import assert_read_behind
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError, StaleBlockError
-from ragcache.fusion import METHODS
 from ragcache.kv.block_key import block_key
 
 TWO = rc.Recipe(neighbours=2)
 CHUNKS = (7, 13, 4, 9)
+PRIMER = (11, 12, 13, 14, 15)
 
 
 def near_of(prompt):
@@ -24,35 +25,27 @@ def marked(recipe, ids):
     return [*recipe.front, *ids, *recipe.back]
 
 
-def one_forward(prompt, near, recipe=TWO, prefixed=False):
+def one_forward(prompt, near, recipe=TWO):
     """ids, mask and positions of one forward in which each chunk sees its neighbours, and the suffix sees none of them.
 
     Neighbours stand right before their chunk, so that positions may be taken twice; all are shifted to be above 0.
     """
     shift = max(sum(map(len, some)) for some in near) + 1
-    ids, at, owner, kind = list(prompt.prefix_ids), list(range(shift, shift + len(prompt.prefix_ids))), [], []
-    owner, kind = [-1] * len(ids), ["prefix"] * len(ids)
-    start = shift + len(ids)
+    tokens = [(id, shift + at, "prefix", -1) for at, id in enumerate(prompt.prefix_ids)]
+    start = shift + len(prompt.prefix_ids)
     for rank, (chunk, some) in enumerate(zip(prompt.chunk_ids, near, strict=True)):
-        before = [id for one in some for id in marked(recipe, one)]
-        own = marked(recipe, chunk)
-        ids += [*before, *own]
-        at += range(start - len(before), start + len(own))
-        owner += [rank] * (len(before) + len(own))
-        kind += ["near"] * len(before) + ["chunk"] * len(own)
+        before, own = [id for one in some for id in marked(recipe, one)], marked(recipe, chunk)
+        tokens += [(id, start - len(before) + at, "near", rank) for at, id in enumerate(before)]
+        tokens += [(id, start + at, "chunk", rank) for at, id in enumerate(own)]
         start += len(own)
-    ids += prompt.suffix_ids
-    at += range(start, start + len(prompt.suffix_ids))
-    owner += [-2] * len(prompt.suffix_ids)
-    kind += ["suffix"] * len(prompt.suffix_ids)
-    n = len(ids)
-    allowed = torch.zeros(n, n, dtype=torch.bool)
-    for row in range(n):
+    tokens += [(id, start + at, "suffix", -2) for at, id in enumerate(prompt.suffix_ids)]
+    ids, positions, kinds, owners = map(list, zip(*tokens, strict=True))
+    allowed = torch.zeros(len(ids), len(ids), dtype=torch.bool)
+    for row in range(len(ids)):
         for column in range(row + 1):
-            behind_prefix = kind[column] == "prefix" and (prefixed or kind[row] == "prefix")
-            seen_by_suffix = kind[row] == "suffix" and kind[column] != "near"
-            allowed[row, column] = owner[row] == owner[column] or behind_prefix or seen_by_suffix
-    return ids, allowed, at
+            seen_by_suffix = kinds[row] == "suffix" and kinds[column] != "near"
+            allowed[row, column] = owners[row] == owners[column] or seen_by_suffix
+    return ids, allowed, positions
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -65,74 +58,33 @@ def test_repositioned_blocks_are_one_forward_in_which_chunks_see_their_neighbour
     assert set(fused.computed_tokens) == {len(prompt.suffix_ids)}
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-yarn", "qwen3"])
-def test_a_block_is_the_chunk_cut_out_of_a_plain_forward_and_turned_back(load, family):
-    """Keys are stored before RoPE: rotated by transformers' own angles to where they stood, they are the forward's."""
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [
+        *((family, rc.Recipe("prefix", neighbours=2)) for family in ("llama", "gemma2", "mistral-window")),
+        ("llama", rc.Recipe(markers=(150, 151), neighbours=2)),
+        ("llama", rc.Recipe(markers=((150, 151, 152), (153,)), neighbours=2)),
+        ("llama", rc.Recipe(bos=True, neighbours=2)),
+        ("llama", rc.Recipe("primer", primer=PRIMER, neighbours=2)),
+    ],
+    ids=str,
+)
+def test_neighbours_stand_behind_the_prefix_and_have_the_markers_of_passages(load, family, recipe):
     lm, oracle = load(family)
-    (chunk,), near = random_prompt(92, chunks=(8,)).chunk_ids, random_prompt(93, chunks=(6, 5)).chunk_ids
-    (block,) = lm.encode([chunk], TWO, neighbours=[near])
-    ids = torch.tensor([[*near[0], *near[1], *chunk]])
-    at = torch.arange(ids.shape[1])[None, -len(chunk) :]
-    with torch.no_grad():
-        cache = oracle(input_ids=ids, use_cache=True).past_key_values
-        cos, sin = oracle.model.rotary_emb(torch.zeros(1, dtype=torch.float32), at)
-    for layer in range(lm.shape.num_layers):
-        keys = block.layer_keys(layer)
-        half = keys.shape[-1] // 2
-        turned = keys * cos + torch.cat([-keys[..., half:], keys[..., :half]], -1) * sin
-        assert_same(turned, cache.layers[layer].keys[0, :, -len(chunk) :])
-        assert_same(block.layer_values(layer), cache.layers[layer].values[0, :, -len(chunk) :])
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral-window"])
-def test_behind_the_shared_prefix_neighbours_see_it_too(load, family):
-    """The chunk stands as far behind the prefix as it was read."""
-    lm, oracle = load(family)
-    prompt = random_prompt(94, chunks=(8,))
-    near = [random_prompt(95, chunks=(6, 5)).chunk_ids]
-    recipe = rc.Recipe("prefix", neighbours=2)
-    (block,) = rc.encode(lm, prompt, recipe, neighbours=near)
-    with torch.no_grad():
-        ids = [*prompt.prefix_ids, *near[0][0], *near[0][1], *prompt.chunk_ids[0]]
-        cache = oracle(input_ids=torch.tensor([ids]), use_cache=True).past_key_values
-    for layer in range(lm.shape.num_layers):
-        assert_same(block.layer_values(layer), cache.layers[layer].values[0, :, -8:])
-
-
-@pytest.mark.parametrize("markers", [(150, 151), ((150, 151, 152), (153,))])
-def test_neighbours_are_read_with_the_markers_that_passages_have(load, markers):
-    lm, oracle = load("llama")
-    prompt, recipe = random_prompt(96, chunks=CHUNKS), rc.Recipe(markers=markers, neighbours=2)
+    prompt = random_prompt(94, chunks=(7, 8, 4, 6))  # no longer than the windows, of which a cache holds no more
     near = near_of(prompt)
-    blocks = lm.encode(prompt.chunk_ids, recipe, neighbours=near)
-    for block, chunk, some in zip(blocks, prompt.chunk_ids, near, strict=True):
-        before = [id for one in some for id in marked(recipe, one)]
-        ids = [*before, *marked(recipe, chunk)]
-        with torch.no_grad():
-            cache = oracle(input_ids=torch.tensor([ids]), use_cache=True).past_key_values
-        assert_same(block.layer_values(2), cache.layers[2].values[0, :, len(before) :])
+    front = [*prompt.prefix_ids, *(recipe.primer or ())] if recipe.name != "isolated" else [1] * recipe.bos
+    for block, chunk, some in zip(rc.encode(lm, prompt, recipe, neighbours=near), prompt.chunk_ids, near, strict=True):
+        before = [front, *(marked(recipe, one) for one in some)]
+        assert_read_behind(block, oracle, before, marked(recipe, chunk))
 
 
-def test_a_bos_of_its_own_stands_before_the_neighbours(load):
-    lm, oracle = load("llama")
-    (chunk,), near = random_prompt(97, chunks=(8,)).chunk_ids, random_prompt(98, chunks=(6,)).chunk_ids
-    (block,) = lm.encode([chunk], rc.Recipe(bos=True, neighbours=1), neighbours=[near])
-    with torch.no_grad():
-        cache = oracle(input_ids=torch.tensor([[1, *near[0], *chunk]]), use_cache=True).past_key_values
-    assert_same(block.layer_values(2), cache.layers[2].values[0, :, -8:])
-
-
-UNTRAINED = sorted(name for name, m in METHODS.items() if "isolated" in m.recipes and not m.needs_training)
-
-
-@pytest.mark.parametrize("method", [name for name in UNTRAINED if name != "concat"])  # which moves no block
-def test_without_neighbours_the_blocks_are_the_isolated_ones(load, method):
-    lm, _ = load("llama")
+def test_without_neighbours_the_blocks_are_the_isolated_ones(lm):
     prompt = random_prompt(99, chunks=CHUNKS)
     blocks = rc.encode(lm, prompt, TWO, neighbours=[()] * 4)
     assert all(map(same, blocks, rc.encode(lm, prompt)))
-    fused = rc.fuse(lm, prompt, method, blocks)
-    assert torch.equal(fused.next_logits, rc.fuse(lm, prompt, method).next_logits)
+    for method in ("reposition", "epic"):
+        assert torch.equal(rc.fuse(lm, prompt, method, blocks).next_logits, rc.fuse(lm, prompt, method).next_logits)
 
 
 @pytest.mark.parametrize("family", METHOD_FAMILIES)

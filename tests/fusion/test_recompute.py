@@ -8,7 +8,7 @@ import pytest
 import torch
 from blend_oracle import blended_logits, most_deviating
 from covering import covering
-from families import METHOD_FAMILIES, assert_same, causal_logits, load_tiny, oracle_logits, random_prompt, save_tiny
+from families import METHOD_FAMILIES, assert_same, causal_logits, load_tiny, random_prompt
 
 import ragcache as rc
 from ragcache.errors import ConfigError
@@ -64,16 +64,6 @@ def test_tokens_that_run_are_a_forward_with_the_rest_overridden(family, shrinkin
     assert set(fused.cache.lengths) == {prompt.num_tokens}
 
 
-def test_all_tokens_from_layer_one_on_are_full_prefill(family):
-    """Law 3 for tokens that stood aside in layer 0."""
-    lm, oracle = family
-    prompt = random_prompt(12)
-    every = tuple(range(len(prompt.prefix_ids), prompt.context_tokens))
-    fused = rc.fuse(lm, prompt, method=Scripted(script=((), *[every] * (lm.shape.num_layers - 1))))
-    n = prompt.num_tokens
-    assert_same(fused.next_logits, oracle_logits(oracle, prompt, torch.ones(n, n, dtype=torch.bool).tril()))
-
-
 def test_probes_show_what_the_layer_would_have_used(family):
     """What a probe returns are the keys and values that the same pass then places; it leaves no trace."""
     lm, oracle = family
@@ -116,16 +106,6 @@ def test_rows_are_cut_into_spans_without_a_trace(name, tmp_path, monkeypatch):
     assert_same(fused.next_logits, blended_logits(oracle, prompt, _chosen(prompt, script)))
     assert len(cut[0]) == -(-fused.computed_tokens[0] // 4)
     assert cut[0][0].num_keys < cut[0][-1].num_keys == prompt.num_tokens
-
-
-def test_decoding_goes_on_over_blended_entries(tmp_path):
-    """The cache that a recompute method leaves is the one its own logits were computed over."""
-    lm = rc.load_lm(save_tiny("llama", str(tmp_path)))
-    prompt = random_prompt(15)
-    longer = rc.Prompt(prompt.prefix_ids, prompt.chunk_ids, [*prompt.suffix_ids, 9])
-    fused = rc.fuse(lm, prompt, method="epic", first_tokens=3)
-    stepped = lm.run([9], prompt.num_tokens, fused.cache)
-    torch.testing.assert_close(stepped, rc.fuse(lm, longer, method="epic", first_tokens=3).next_logits)
 
 
 # CacheBlend: law 3, and its choice against a plain forward that compares keys and values token by token.

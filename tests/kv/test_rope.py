@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from families import LLAMA3, SMALL, YARN, assert_same, block_diagonal, oracle_logits, oracle_model, random_prompt
+from families import LLAMA3, SMALL, YARN
 from transformers import LlamaConfig, LlamaForCausalLM, PhiConfig, PhiForCausalLM
 
 import ragcache as rc
@@ -66,14 +66,6 @@ def test_any_position_whatever_was_asked_before(tmp_path, rope):
     for start in (0, 1019, 2043, 4000):
         row = list(range(start, start + len(POSITIONS)))
         np.testing.assert_allclose(turn.rotate(keys, 0, start).numpy(), rotated(keys, row, rope), atol=3e-3)
-
-
-def test_a_prompt_of_more_than_a_thousand_tokens_is_one_block_diagonal_forward(tmp_path):
-    """Law 1 where chunks stand across and behind position 1,024."""
-    lm, oracle = llama(tmp_path), oracle_model(str(tmp_path))
-    prompt = random_prompt(3, prefix=5, chunks=(400, 650, 60), suffix=6)
-    fused = rc.fuse(lm, prompt, "reposition", rc.encode(lm, prompt))
-    assert_same(fused.next_logits, oracle_logits(oracle, prompt, block_diagonal(prompt)))
 
 
 def test_dimensions_that_do_not_turn_are_copied_by_the_fast_way(tmp_path):

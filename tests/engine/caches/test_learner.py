@@ -4,9 +4,8 @@ import random
 
 import numpy as np
 import pytest
-import torch
 from kit.makers import open_loading
-from plain_oracle import greedy, plain_transformers
+from plain_oracle import continued, places
 
 import ragcache as rc
 from ragcache.engine.caches import learner as learner_module
@@ -42,6 +41,12 @@ def ask(kb, text, **options):
     return answer
 
 
+def ask_twice(kb):
+    """Two prompts that have PAGES in common, and nothing else."""
+    ask(kb, stuffed(PAGES, "Who rows?"))
+    ask(kb, stuffed(PAGES[::-1], "Who sings?", "Read."))
+
+
 def stuffed(pages, question, head="Answer from this."):
     return "\n\n".join([head, *pages, question])
 
@@ -74,8 +79,7 @@ def test_learnt_pieces_are_no_sources(kb):
     """Passages that somebody supplied are, with a name or without."""
     supplied = paragraph(9)
     kb.precompute([supplied])
-    ask(kb, stuffed(PAGES, "Who rows?"))
-    ask(kb, stuffed(PAGES[::-1], "Who sings?", "Read."))
+    ask_twice(kb)
     answer = ask(kb, stuffed([PAGES[2], supplied], "Who swims?", "Now read."))
     assert [hit.chunk.is_learnt for hit in answer.hits] == [True, False]
     assert [hit["text"][5:40] for hit in answer.to_json()["hits"]] == [supplied[5:40]]
@@ -97,24 +101,16 @@ def test_learnt_pieces_are_those_that_two_prompts_share(kb):
         assert any(common(ids_of(kb, page), piece) for piece in learnt(kb)) == (in_prompts >= 2)
 
 
-def test_answers_over_learnt_pieces_follow_the_method(kb, model_directory, monkeypatch):
+def test_answers_over_learnt_pieces_follow_the_method(kb, model_directory, read):
     """`reposition`: each piece sees itself alone, all else sees everything before it."""
-    read, check = [], kb.lm.check_ids
-    monkeypatch.setattr(kb.lm, "check_ids", lambda ids, what: (read.append((what, list(ids))), check(ids, what))[1])
-    ask(kb, stuffed(PAGES, "Who rows?"))
-    ask(kb, stuffed(PAGES[::-1], "Who sings?", "Read."))
+    ask_twice(kb)
     read.clear()
     text = stuffed([PAGES[2], PAGES[0]], "Who swims?", "Now read.")
     answer = ask(kb, text)
-    ids = next(ids for what, ids in read if what == "the prompt")
+    ids = read[0]
     assert ids[1:] == ids_of(kb, text)
-    allowed, last = torch.ones(len(ids), len(ids), dtype=torch.bool).tril(), 0
     assert len(answer.hits) == 2
-    for hit in answer.hits:
-        wanted = list(hit.chunk.token_ids)
-        last = next(at for at in range(last, len(ids)) if ids[at : at + len(wanted)] == wanted)
-        allowed[last : last + len(wanted), :last] = False
-    assert answer.text == greedy(*plain_transformers(model_directory), rc.Prompt(ids[:1], [], ids[1:]), allowed, 6)
+    assert answer.text == continued(model_directory, ids, places(ids, answer.hits), SHORT.max_tokens)
 
 
 def test_full_answers_are_unchanged_by_learning(kb):
@@ -158,8 +154,7 @@ def test_a_secret_said_once_is_not_kept(kb):
 
 @pytest.mark.parametrize("way", ["document", "replaced", "forget"])
 def test_deleted_text_is_learnt_after_two_more_prompts(kb, way):
-    ask(kb, stuffed(PAGES, "Who rows?"))
-    ask(kb, stuffed(PAGES[::-1], "Who sings?", "Read."))
+    ask_twice(kb)
     assert len(learnt(kb)) == len(PAGES)
     if way == "document":
         kb.ingest(rc.Document("page", f"{PAGES[0]} {PAGES[1]}"), split=False)
@@ -256,8 +251,7 @@ def test_short_paragraphs_are_found_in_another_order(kb, join):
 
 def test_learnt_text_is_found_after_opening_again(open_kb):
     kb = open_kb(store=rc.StoreConfig())
-    ask(kb, stuffed(PAGES, "Who rows?"))
-    ask(kb, stuffed(PAGES[::-1], "Who sings?", "Read."))
+    ask_twice(kb)
     kb.close()
     assert len(ask(open_kb(store=rc.StoreConfig()), stuffed(PAGES, "Who swims?", "Now read.")).hits) == len(PAGES)
 

@@ -205,16 +205,6 @@ def test_the_budget_holds_to_the_byte(missing):
     assert tree.stats().num_bytes == (5 - missing) * TOKEN_BYTES
 
 
-def test_a_sequence_larger_than_the_budget_is_kept_as_far_as_it_fits():
-    tree = PrefixCache(SHAPE, 5 * TOKEN_BYTES, page_tokens=2)
-    sequence = list(range(9))
-    assert insert(tree, "a", sequence) == 5
-    assert served(tree, "a", sequence) == 5
-    with tree.match("a", sequence):
-        assert insert(tree, "b", sequence) == 0, "all of the budget is being read"
-    assert insert(tree, "b", sequence) == 5
-
-
 def test_what_is_being_read_is_not_evicted():
     """A node of which an asker reads a part stays whole, and is found, until the asker has done; then it may go."""
     tree = PrefixCache(SHAPE, 6 * TOKEN_BYTES, page_tokens=2)

@@ -81,24 +81,27 @@ def files(kb):
     return [path for path in kb.store.layout.foreign.rglob("*") if path.is_file() and len(path.stem) == 64]
 
 
-def test_what_goes_on_from_a_stored_prefix_is_what_is_read_at_once(family, tmp_path, monkeypatch):
-    """Each prompt meets an empty tree: the second goes on from the first, the third parts from it within a block, the
-    fourth goes on from the third. Windows of 11 tokens begin before the cuts and behind them."""
+@pytest.mark.parametrize("where", ["disk", "memory"])
+def test_what_goes_on_from_a_known_prefix_is_what_is_read_at_once(family, tmp_path, monkeypatch, where):
+    """The second prompt goes on from the first, the third parts from it within a block, the fourth goes on from the
+    third. From disk each prompt meets an empty tree. Windows of 11 tokens begin before the cuts and behind them."""
     lm, oracle = family
     monkeypatch.setattr(stored_prefixes, "PIECE_TOKENS", 24)
     prompt = random_prompt(3, prefix=90, chunks=(7, 13))
     ids, other = list(prompt.prefix_ids), list(random_prompt(4, prefix=40).prefix_ids)
     third = [*ids[:35], *other]
     assert third[35] != ids[35]
-    for prefix, ran in ((ids[:60], 60), (ids, 30), (third, 40), ([*third, 5, 6, 7], 3)):
+    in_memory, asked_for = within(lm, 1 << 24), [(ids[:60], 60), (ids, 30), (third, 40), ([*third, 5, 6, 7], 3)]
+    for prefix, ran in [*asked_for, *([(ids[:10], 0), (ids, 0)] if where == "memory" else [])]:
         asked = replace(prompt, prefix_ids=prefix)
         parts = rc.encode(lm, asked, recipe="isolated")
-        prefixes, loader = reopened(lm, tmp_path)
+        prefixes, loader = reopened(lm, tmp_path) if where == "disk" else (in_memory, None)
         with prefixes.text(prefix) as made:
             assert made.created_tokens == ran
             fused = fuse(lm, asked, "reposition", parts, exact=made.exact)
         assert_same(fused.next_logits, oracle_logits(oracle, asked, block_diagonal(asked)))
-        close(prefixes, loader)
+        if loader is not None:
+            close(prefixes, loader)
 
 
 def test_what_is_read_later_than_computed_is_computed(lm, tmp_path):
@@ -345,26 +348,11 @@ def llama(tmp_path_factory):
     return rc.load_lm(save_tiny("llama", str(tmp_path_factory.mktemp("llama"))))
 
 
-def within(llama, budget_bytes, own_ids=()):
+def within(llama, budget_bytes):
     generation, tree = Generation(Unchanged(), list), PrefixCache(llama.shape, budget_bytes)
-    prefixes = Prefixes(llama, Unchanged(), generation, Recipe.of("isolated"), "", tree, own_ids)
+    prefixes = Prefixes(llama, Unchanged(), generation, Recipe.of("isolated"), "", tree)
     generation.follow(prefixes.invalidate)
     return prefixes
-
-
-def test_what_goes_on_from_a_known_prefix_is_what_is_read_at_once(family):
-    """Sliding windows of 11 tokens begin before the cut and behind it; the third prefix parts from the second."""
-    llama, oracle = family
-    prompt = random_prompt(3, prefix=31, chunks=(7, 13))
-    prefixes = within(llama, 1 << 24)
-    ids = list(prompt.prefix_ids)
-    for prefix, ran in ((ids[:14], 14), (ids, 17), ([*ids[:20], 5, 6, 7], 3), (ids[:10], 0), (ids, 0)):
-        asked = replace(prompt, prefix_ids=prefix)
-        parts = rc.encode(llama, asked, recipe="isolated")
-        with prefixes.text(prefix) as made:
-            assert made.created_tokens == ran
-            fused = fuse(llama, asked, "reposition", parts, exact=made.exact)
-        assert_same(fused.next_logits, oracle_logits(oracle, asked, block_diagonal(asked)))
 
 
 @pytest.mark.parametrize("tokens", [0, 3, 7])
@@ -383,15 +371,6 @@ def test_a_prefix_that_does_not_fit_is_read_every_time_and_right(llama, tokens):
 def test_nothing_is_a_prefix_of_no_tokens(llama):
     with within(llama, 0).text([]) as made:
         assert made == (None, 0, 0.0, 0.0)
-
-
-def test_a_change_takes_what_may_quote_a_document(llama):
-    """The store's own prefix stays, and what a conversation has in common with it."""
-    prefixes = within(llama, 1 << 24, [3, 4, 5, 6])
-    talk = [3, 4, 5, 7, 8, 9]
-    assert [created(prefixes, ids) for ids in ([3, 4, 5, 6], talk, talk)] == [4, 3, 0]
-    prefixes.generation.invalidate()
-    assert [created(prefixes, ids) for ids in ([3, 4, 5, 6], talk)] == [0, 3]
 
 
 def test_what_is_dropped_while_it_is_read_is_not_kept(llama, monkeypatch):
