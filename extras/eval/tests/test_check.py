@@ -91,7 +91,7 @@ def judged(check: Check):
 
 def test_a_broken_method_fails_and_auto_does_not_take_it(extra, runner, store, tiny, caplog):
     with opened(store) as found:
-        cases = made_from(found, questions=8, passages=3, lm=tiny)
+        cases = made_from(found, questions=4, passages=3, lm=tiny)
     verdict = run(runner, cases, ("broken", "exact"))
     broken, exact = verdict.methods
     assert (broken.safe, exact.safe) == (False, True)
@@ -148,7 +148,7 @@ def test_a_store_with_a_primer_is_judged_behind_it(runner, tmp_path, tiny, caplo
     with rc.RagCache.open(tmp_path / "kb", recipe=Recipe("primer", primer="Soil is old."), **options) as kb:
         kb.ingest(rc.Document(name, text) for name, text in TEXTS.items())
     with opened(tmp_path / "kb") as found:
-        cases, primer = made_from(found, questions=4, passages=3, lm=tiny), bound_primer(found.documents.properties())
+        cases, primer = made_from(found, questions=2, passages=3, lm=tiny), bound_primer(found.documents.properties())
     assert primer == tiny.recipe(Recipe("primer", primer="Soil is old.")).primer_ids != ()
     check = Check(
         runner, "tests", cases, [MethodSpec(name, name) for name in ("full", "reposition")], LIMITS, 0, primer
@@ -216,7 +216,7 @@ def test_a_store_is_judged_as_its_passages_are_read(extra, runner, tmp_path, tin
 
 def test_without_a_safe_method_auto_reads_whole_prompts(extra, runner, store, tiny):
     with opened(store) as found:
-        save_verdict(store, run(runner, made_from(found, questions=4, passages=3, lm=tiny), ("broken",)))
+        save_verdict(store, run(runner, made_from(found, questions=2, passages=3, lm=tiny), ("broken",)))
     with rc.RagCache.open(store, model=tiny, embedder=BagOfWords(), method="auto") as kb:
         assert kb.ask("Where do dogs bark?").method == "full"
 
@@ -288,7 +288,7 @@ def kv_alone(tiny, tmp_path):
 def test_a_store_of_kv_alone_is_judged_by_its_passages(extra, runner, kv_alone, tiny, caplog):
     """The command that the warning advises works on such a store, and its verdict is used."""
     with opened(kv_alone) as found:
-        cases = made_from(found, questions=6, passages=3, lm=tiny)
+        cases = made_from(found, questions=3, passages=3, lm=tiny)
     assert {one.text.strip() for case in cases for one in case.passages} == {text.strip() for text in TEXTS.values()}
     reader = PromptReader(tiny, cases[0].prompt(tiny.tokenizer, runner.form), 1)
     with rc.RagCache.open(kv_alone, model=tiny, embedder=BagOfWords()) as kb:
