@@ -81,8 +81,3 @@ def test_systemd_finds_no_fault_in_the_unit(tmp_path):
         ["systemd-analyze", "verify", "--man=no", tmp_path / "bad.service"], capture_output=True, text=True
     )
     assert "NoNewPriviledges" in checked.stderr
-
-
-def test_an_option_that_does_not_exist_is_found():
-    with pytest.raises(Exception, match="no-such-option"):
-        check_command(["serve", "--no-such-option"])

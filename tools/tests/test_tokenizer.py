@@ -22,7 +22,7 @@ def loaded(tmp_path_factory):
     return AutoTokenizer.from_pretrained(directory)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.text())
 def test_any_text_comes_back_up_to_one_leading_space(text):
     assert TOKENIZER.decode(ids(text), skip_special_tokens=False).lstrip(" ") == text.lstrip(" ")
@@ -45,10 +45,6 @@ def test_a_name_has_the_same_tokens_wherever_it_stands():
 )
 def test_listed_words_are_one_token(group):
     assert all(len(ids(word)) == 1 for word in getattr(names, group))
-
-
-def test_building_again_gives_the_same_tokenizer():
-    assert build_tokenizer().to_str() == TOKENIZER.to_str()
 
 
 def test_special_tokens_come_first():

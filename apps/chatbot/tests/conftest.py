@@ -57,6 +57,14 @@ def slowed(site) -> Iterator[Slowed]:
 
 
 @pytest.fixture
+def deleting(kb) -> Iterator[None]:
+    """Remove from the store, after the test, the documents that the test uploads."""
+    before = {document.id for document in kb.documents()}
+    yield
+    kb.delete([document.id for document in kb.documents() if document.id not in before])
+
+
+@pytest.fixture
 def open_tab(browser) -> Iterator[Callable[..., Tab]]:
     """Return a function that opens a page in a new profile. A page's complaint that no test expects fails the test."""
     with ExitStack() as stack:

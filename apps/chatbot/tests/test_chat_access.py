@@ -232,12 +232,8 @@ def test_phone(open_tab, site):
 
 
 @pytest.mark.slow
-def test_motion_is_left_out_where_it_is_not_wanted(open_tab, site):
+def test_motion_is_left_out_where_it_is_not_wanted(open_tab, site, slowed):
     tab = open_tab(site, reduced_motion="reduce").open()
-    site.slowed.pause_s = 0.2
-    try:
-        tab.send(QUESTION)
-        moving = tab.page.evaluate("document.getAnimations().length")
-    finally:
-        site.slowed.pause_s = 0
-    assert moving == 0
+    slowed.pause_s = 0.2
+    tab.send(QUESTION)
+    assert tab.page.evaluate("document.getAnimations().length") == 0

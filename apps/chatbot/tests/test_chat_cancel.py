@@ -1,8 +1,5 @@
 """The chat page against a real server, in headless Chromium: stopping anything ends its request at once."""
 
-from collections.abc import Iterator
-
-import httpx
 import pytest
 from browsing import QUESTION, Tab
 from playwright.sync_api import Locator, expect
@@ -38,17 +35,6 @@ def test_stop_ends_a_question_that_waits_for_the_models_name(open_tab, site):
     expect(turn).to_have_attribute("data-state", "stopped")
 
 
-FILES = [f"{number}.txt" for number in range(5)]
-
-
-@pytest.fixture
-def deleting(site) -> Iterator[None]:
-    """Remove from the store, after the test, the documents that the test uploads."""
-    yield
-    for name in FILES:
-        httpx.delete(f"{site.url}/v1/documents/{name}", trust_env=False)
-
-
 @pytest.mark.usefixtures("deleting")
 @pytest.mark.parametrize("sent", [False, True], ids=["while it is sent", "while it is ingested"])
 def test_cancel_ends_an_upload(tab: Tab, slowed, sent):
@@ -56,7 +42,7 @@ def test_cancel_ends_an_upload(tab: Tab, slowed, sent):
     if not sent:
         tab.page.route("**/v1/documents?replace=*", lambda route: None)
     file = {"mimeType": "text/plain", "buffer": b"Some text. " * 20}
-    tab.page.get_by_label("Add files").set_input_files([{**file, "name": name} for name in FILES])
+    tab.page.get_by_label("Add files").set_input_files([{**file, "name": f"{number}.txt"} for number in range(5)])
     if sent:
         expect(tab.page.locator("#upload-text")).to_contain_text("txt")
     with tab.page.expect_request("**/v1/documents?limit=*"):  # what was stored until then is shown

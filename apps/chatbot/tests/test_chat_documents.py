@@ -1,6 +1,5 @@
 """The chat page against a real server, in headless Chromium: documents."""
 
-import httpx
 import pytest
 from browsing import Tab, serving
 from playwright.sync_api import expect
@@ -15,13 +14,6 @@ QUESTION = "What is Hanna Melson's profession?"
 
 def as_file(name: str, text: str) -> dict[str, object]:
     return {"name": name, "mimeType": "text/markdown", "buffer": text.encode()}
-
-
-@pytest.fixture
-def deleting(site):
-    """Remove from the store, after the test, the documents that the test uploads."""
-    yield
-    httpx.delete(f"{site.url}/v1/documents/{NAME}", trust_env=False)
 
 
 @pytest.mark.usefixtures("deleting")
@@ -102,7 +94,7 @@ def test_files_are_dropped_and_bad_ones_are_named(tab: Tab, kb):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("deleting")
-def test_folder_is_added_under_its_name(tab: Tab, kb, site, tmp_path):
+def test_folder_is_added_under_its_name(tab: Tab, kb, tmp_path):
     (tmp_path / "notes" / "deep").mkdir(parents=True)
     (tmp_path / "notes" / "deep" / NAME).write_text(TEXT)
     (tmp_path / "notes" / "picture.bmp").write_bytes(b"x")
@@ -110,10 +102,10 @@ def test_folder_is_added_under_its_name(tab: Tab, kb, site, tmp_path):
     expect(tab.page.locator("#documents-news")).to_have_text("1 document added.")
     expect(tab.page.locator("#documents-list .folder summary").first).to_have_text("deep")
     assert kb.document(f"notes/deep/{NAME}").num_chunks == 1
-    httpx.delete(f"{site.url}/v1/documents/notes/deep/{NAME}", trust_env=False).raise_for_status()
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("deleting")
 def test_uploads_keep_to_the_servers_limits(open_tab, kb):
     with serving(kb, max_upload_bytes=4096, max_upload_files=3) as site:
         tab = open_tab(site).open()
@@ -121,20 +113,16 @@ def test_uploads_keep_to_the_servers_limits(open_tab, kb):
         tab.page.on("request", lambda request: sent.append(request) if request.method == "POST" else None)
         news = tab.page.locator("#documents-news")
         large, names = as_file(NAME, TEXT * 100), [f"{number}.md" for number in range(5)]
-        try:
-            add = tab.page.get_by_label("Add files")
-            assert {".md", ".pdf"} < set(add.get_attribute("accept").split(","))
-            add.set_input_files([large, *(as_file(name, f"Note {name}.") for name in names)])
-            expect(news.get_by_text("5 documents added.")).to_be_visible()
-            expect(news.locator("li")).to_have_text(
-                f"{NAME} has {len(TEXT) / 10.24:.1f} KiB; this server takes 4.0 KiB at once."
-            )
-            assert len(sent) == 2  # three files and two
-            # The list asks for each new document; one that is deleted before would be a 404.
-            for name in names:
-                expect(tab.page.locator("#documents-list")).to_contain_text(name.removesuffix(".md"))
-        finally:
-            kb.delete(names)
+        add = tab.page.get_by_label("Add files")
+        assert {".md", ".pdf"} < set(add.get_attribute("accept").split(","))
+        add.set_input_files([large, *(as_file(name, f"Note {name}.") for name in names)])
+        expect(news.get_by_text("5 documents added.")).to_be_visible()
+        expect(news.locator("li")).to_have_text(
+            f"{NAME} has {len(TEXT) / 10.24:.1f} KiB; this server takes 4.0 KiB at once."
+        )
+        assert len(sent) == 2  # three files and two
+        for name in names:
+            expect(tab.page.locator("#documents-list")).to_contain_text(name.removesuffix(".md"))
         # If the page does not know the limits, the server's error names them.
         tab.page.route("**/v1/store", lambda route: None)
         tab.page.reload()

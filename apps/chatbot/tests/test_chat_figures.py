@@ -51,6 +51,21 @@ def test_estimate_is_called_one_and_is_no_verdict(tab: Tab, slowed):
     expect(chart).to_contain_text("a full prefill is estimated at 9.50 s")
 
 
+def test_bars_are_as_long_as_their_phases(open_tab, site, slowed):
+    """Widths are compared with the timings that the server sent."""
+    slowed.rewrite = estimate(0.5)
+    tab = open_tab(site)
+    received = []
+    tab.page.on("response", lambda response: received.append(response) if "completions" in response.url else None)
+    turn = tab.open().ask(QUESTION)
+    timings = json.loads(re.search(r'"timings": (\{[^}]*\})', received[0].text())[1])
+    longest = max(timings["ttft_s"], timings["retrieve_s"] + 0.5)
+    bar = turn.locator("svg[role=img]").first
+    for phase in ("retrieve", "prefill"):
+        rect = bar.locator(f".phase-{phase}")
+        assert float(rect.get_attribute("width")[:-1]) == pytest.approx(100 * timings[f"{phase}_s"] / longest, abs=0.5)
+
+
 def answering(ttfts: list[float]) -> Callable[[Route], None]:
     """Return a route that answers each request with the next time to the first token."""
     rest = iter(ttfts)
@@ -64,17 +79,30 @@ def answering(ttfts: list[float]) -> Callable[[Route], None]:
     return answer
 
 
-def test_measured_times_are_medians_of_both_methods(tab: Tab):
+def test_a_full_prefill_is_measured_and_medians_are_drawn(tab: Tab):
+    asked = tab.bodies()
     turn = tab.ask(QUESTION)
     own, full = [0.05, 0.9, 0.01, 0.04, 0.03], [0.2, 0.3, 0.1, 0.7, 0.5]
     tab.page.route("**/v1/chat/completions", answering([one for pair in zip(own, full, strict=True) for one in pair]))
+    bars = turn.locator("svg[role=img]")
+    expect(bars.first).to_have_attribute("aria-label", re.compile(r"^link: .* to the first token: retrieve .*prefill"))
     chart = open_chart(turn)
     turn.get_by_role("button", name="Measure a full prefill").click()
-    bars = chart.locator("svg[role=img]")
     expect(bars).to_have_count(3)
     expect(bars.nth(1)).to_have_attribute("aria-label", "link, median of 5: 40 ms to the first token: prefill 40 ms")
     expect(bars.nth(2)).to_have_attribute("aria-label", "full, median of 5: 300 ms to the first token: prefill 300 ms")
     expect(chart).to_contain_text("median of 5 runs each: link 40 ms, full 300 ms.")
+    ask, *measures = asked
+    texts = [passage.text_content() for passage in turn.locator(".passage blockquote").all()]
+    assert [measure["ragcache"].get("method") for measure in measures] == [None, "full"] * 5
+    for measure in measures:
+        assert (measure["messages"], measure["max_tokens"]) == (ask["messages"], 1)
+        assert [document["text"] for document in measure["ragcache"]["documents"]] == texts
+    turn.get_by_text("Figures by phase").click()
+    rows = turn.locator(".figures-table tr")
+    expect(rows).to_have_count(8)
+    expect(rows.first).to_have_text(re.compile("phase.*link.*link, median of 5.*full, median of 5"))
+    expect(rows.last).to_have_text(re.compile(r"first token.*\d m?s.*\d m?s.*\d m?s"))
 
 
 def test_conversation_shows_medians_by_method(tab: Tab, slowed):

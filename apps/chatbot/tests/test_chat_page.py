@@ -1,6 +1,5 @@
 """The chat page against a real server, in headless Chromium: a conversation."""
 
-import json
 import re
 from typing import Any
 
@@ -70,50 +69,6 @@ def test_answer_is_streamed_and_can_be_stopped(open_tab, kb):
         site.slowed.pause_s = 0
         turn.get_by_role("button", name="Ask again").click()
         expect(tab.page.locator(".turn .answer")).to_have_text(ANSWER)
-
-
-@pytest.mark.slow
-def test_prefill_is_drawn_and_a_full_one_is_measured(tab: Tab):
-    asked = tab.bodies()
-    turn = tab.ask(QUESTION)
-    bars = turn.locator("svg[role=img]")
-    expect(bars.nth(0)).to_have_attribute("aria-label", re.compile(r"^link: .* to the first token: retrieve .*prefill"))
-    turn.locator(".prefill > summary").click()
-    turn.get_by_role("button", name="Measure a full prefill").click()
-    expect(bars.nth(1)).to_have_attribute("aria-label", re.compile(r"^link, median of 5: .*prefill "))
-    expect(bars.nth(2)).to_have_attribute("aria-label", re.compile(r"^full, median of 5: .*prefill "))
-    ask, *measures = asked
-    texts = [passage.text_content() for passage in turn.locator(".passage blockquote").all()]
-    assert [measure["ragcache"].get("method") for measure in measures] == [None, "full"] * 5
-    for measure in measures:
-        assert (measure["messages"], measure["max_tokens"]) == (ask["messages"], 1)
-        assert [document["text"] for document in measure["ragcache"]["documents"]] == texts
-    turn.get_by_text("Figures by phase").click()
-    rows = turn.locator(".figures-table tr")
-    expect(rows).to_have_count(8)
-    expect(rows.first).to_have_text(re.compile("phase.*link.*link, median of 5.*full, median of 5"))
-    expect(rows.last).to_have_text(re.compile(r"first token.*\d m?s.*\d m?s.*\d m?s"))
-
-
-@pytest.mark.slow
-def test_bars_are_as_long_as_their_phases(open_tab, site, slowed):
-    """Widths are compared with the timings that the server sent."""
-
-    def estimate(event: dict[str, Any]) -> None:
-        if (event.get("ragcache") or {}).get("timings"):
-            event["ragcache"]["full_prefill_estimate_s"] = 0.5
-
-    slowed.rewrite = estimate
-    tab = open_tab(site)
-    received = []
-    tab.page.on("response", lambda response: received.append(response) if "completions" in response.url else None)
-    turn = tab.open().ask(QUESTION)
-    timings = json.loads(re.search(r'"timings": (\{[^}]*\})', received[0].text())[1])
-    longest = max(timings["ttft_s"], timings["retrieve_s"] + 0.5)
-    bar = turn.locator("svg[role=img]").first
-    for phase in ("retrieve", "prefill"):
-        rect = bar.locator(f".phase-{phase}")
-        assert float(rect.get_attribute("width")[:-1]) == pytest.approx(100 * timings[f"{phase}_s"] / longest, abs=0.5)
 
 
 @pytest.mark.slow

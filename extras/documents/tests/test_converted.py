@@ -8,6 +8,7 @@ from datetime import datetime, timedelta
 from io import BytesIO
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 
@@ -36,6 +37,11 @@ def zipped(files: dict[str, str | bytes]) -> bytes:
     return held.getvalue()
 
 
+def unzipped(data: bytes) -> dict[str, bytes]:
+    with zipfile.ZipFile(BytesIO(data)) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
 def docx(body: str, more: Mapping[str, str] = MappingProxyType({})) -> bytes:
     main = "application/vnd.openxmlformats-officedocument.wordprocessingml.document.main+xml"
     return zipped({
@@ -49,26 +55,31 @@ def docx(body: str, more: Mapping[str, str] = MappingProxyType({})) -> bytes:
     })  # fmt: skip
 
 
+def saved(made: Any) -> bytes:
+    """Return the bytes of a deck or workbook."""
+    held = BytesIO()
+    made.save(held)
+    return held.getvalue()
+
+
 def pptx(*titles: str) -> bytes:
     from pptx import Presentation
 
-    deck, held = Presentation(), BytesIO()
+    deck = Presentation()
     for title in titles:
         slide = deck.slides.add_slide(deck.slide_layouts[5])
         slide.shapes.title.text = title
-    deck.save(held)
-    return held.getvalue()
+    return saved(deck)
 
 
 def xlsx(rows: list[list[object]]) -> bytes:
     from openpyxl import Workbook
 
-    book, held = Workbook(), BytesIO()
+    book = Workbook()
     book.active.title = "Rivers"
     for row in rows:
         book.active.append(row)
-    book.save(held)
-    return held.getvalue()
+    return saved(book)
 
 
 PAGE = '<html xmlns="http://www.w3.org/1999/xhtml"><body><h1>One</h1><p>The Arno.</p></body></html>'
@@ -95,6 +106,7 @@ ODF = "urn:oasis:names:tc:opendocument:xmlns"
 def odt(body: str, title: str = "") -> bytes:
     names = " ".join(f'xmlns:{name}="{ODF}:{name}:1.0"' for name in ("office", "text", "table", "style"))
     looks = {"T1": 'style:text-position="super 58%"', "T2": 'style:text-line-through-style="solid"', "T3": ""}
+    looks["T4"] = 'text:display="none"'
     styles = "".join(
         f'<style:style style:name="{name}"><style:text-properties {look}/></style:style>'
         for name, look in looks.items()
@@ -107,9 +119,12 @@ def odt(body: str, title: str = "") -> bytes:
 
 
 def table(*rows: list[str]) -> str:
-    cell = "<table:table-cell><text:p>{}</text:p></table:table-cell>".format
     lines = (f"<table:table-row>{''.join(map(cell, row))}</table:table-row>" for row in rows)
     return f"<table:table>{''.join(lines)}</table:table>"
+
+
+def cell(text: str, look: str = "") -> str:
+    return f"<table:table-cell{look}><text:p>{text}</text:p></table:table-cell>"
 
 
 def span(style: str, text: str) -> str:
@@ -353,12 +368,9 @@ def test_a_documents_own_title_is_before_its_first_heading(tmp_path, body, state
 
 def test_decks_and_workbooks_have_the_title_that_they_state(tmp_path):
     for suffix, make in (("pptx", pptx("The Alna")), ("xlsx", xlsx([["river"], ["Alna"]]))):
-        with zipfile.ZipFile(BytesIO(make)) as archive:
-            files = {name: archive.read(name) for name in archive.namelist()}
         core = '<p xmlns:dc="http://purl.org/dc/elements/1.1/"><dc:title>Rivers\nof the Vale</dc:title></p>'
-        assert (
-            read(tmp_path / f"a.{suffix}", zipped({**files, "docProps/core.xml": core})).title == "Rivers of the Vale"
-        )
+        titled = zipped({**unzipped(make), "docProps/core.xml": core})
+        assert read(tmp_path / f"a.{suffix}", titled).title == "Rivers of the Vale"
 
 
 def read(path: Path, data: bytes | str) -> Document | ReaderError:
@@ -445,11 +457,9 @@ def test_array_formulas_read_the_same_every_time(tmp_path):
 def test_cells_read_as_their_format_shows(tmp_path, value, number_format, shown):
     from openpyxl import Workbook
 
-    book, held = Workbook(), BytesIO()
-    cell = book.active.cell(1, 1, value)
-    cell.number_format = number_format
-    book.save(held)
-    assert read(tmp_path / "a.xlsx", held.getvalue()).text.splitlines()[1] == f"| {shown} |"
+    book = Workbook()
+    book.active.cell(1, 1, value).number_format = number_format
+    assert read(tmp_path / "a.xlsx", saved(book)).text.splitlines()[1] == f"| {shown} |"
 
 
 def test_a_csv_cell_may_be_longer_than_pythons_limit(tmp_path):
@@ -465,6 +475,7 @@ def part(kind: str, body: str, more: str = "", boundary: str = "x") -> str:
     return f"--{boundary}\nContent-Type: {kind}\n{more}\n{body}\n"
 
 
+ALTERNATIVE = "multipart/alternative; boundary=x"
 PDF = part("application/pdf", "no", "Content-Disposition: attachment; filename=plan.pdf\n")
 
 
@@ -474,20 +485,8 @@ PDF = part("application/pdf", "no", "Content-Disposition: attachment; filename=p
         (mail("K\u016f\u0148.", "text/plain; charset=us-ascii"), ["K\u016f\u0148."]),
         (mail("K\u016f\u0148.", "text/plain"), ["K\u016f\u0148."]),
         (mail("K\xf9\xf2.", "text/plain; charset=windows-1250").encode("latin-1"), ["K\u016f\u0148."]),
-        (
-            mail(
-                part("text/plain", " ") + part("text/html", "<p>Nine.</p>") + "--x--",
-                "multipart/alternative; boundary=x",
-            ),
-            ["Nine."],
-        ),
-        (
-            mail(
-                part("text/plain", "Nine.") + part("text/html", "<p>Nine.</p>") + "--x--",
-                "multipart/alternative; boundary=x",
-            ),
-            ["Nine."],
-        ),
+        (mail(part("text/plain", " ") + part("text/html", "<p>Nine.</p>") + "--x--", ALTERNATIVE), ["Nine."]),
+        (mail(part("text/plain", "Nine.") + part("text/html", "<p>Nine.</p>") + "--x--", ALTERNATIVE), ["Nine."]),
         (
             mail(part("text/plain", "Nine.") + part("image/png", "no") + part("text/plain", "Ten.") + "--x--"),
             ["Nine.", "Ten.", "Attached, not read: image/png"],
@@ -519,13 +518,12 @@ def test_all_that_a_mail_says_is_read_or_named(tmp_path, data, texts):
 def test_a_mail_in_another_encoding_than_it_states_is_refused(tmp_path):
     data = mail("Caf\xe9.", "text/plain; charset=utf-8").encode("latin-1")
     assert "state its encoding" in read(tmp_path / "a.eml", data).reason
-    nested = "".join(f"--{rank}\nContent-Type: multipart/mixed; boundary={rank + 1}\n\n" for rank in range(5000))
+    nested = "".join(f"--{rank}\nContent-Type: multipart/mixed; boundary={rank + 1}\n\n" for rank in range(2000))
     assert "nested too deeply" in read(tmp_path / "b.eml", mail(nested, "multipart/mixed; boundary=0")).reason
 
 
 def test_cells_of_an_odt_keep_their_columns(tmp_path):
     empty, covered = '<table:table-cell table:number-columns-repeated="2"/>', "<table:covered-table-cell/>"
-    cell = "<table:table-cell><text:p>{}</text:p></table:table-cell>".format
     rows = (f"{empty}{cell('third')}", f"{cell('wide')}{covered}{cell('last')}")
     body = "".join(f"<table:table-row>{row}</table:table-row>" for row in rows)
     text = read(tmp_path / "a.odt", odt(f"<table:table>{body}</table:table>")).text
@@ -533,9 +531,8 @@ def test_cells_of_an_odt_keep_their_columns(tmp_path):
 
 
 def test_an_odt_needs_no_more_than_its_text(tmp_path):
-    with zipfile.ZipFile(BytesIO(odt('<text:h text:outline-level="9">Deep</text:h>'))) as made:
-        alone = zipped({"content.xml": made.read("content.xml").decode()})
-    document = read(tmp_path / "a.odt", alone)
+    content = unzipped(odt('<text:h text:outline-level="9">Deep</text:h>'))["content.xml"]
+    document = read(tmp_path / "a.odt", zipped({"content.xml": content}))
     assert (document.text, document.title) == ("###### Deep", "Deep")
 
 
@@ -547,11 +544,6 @@ def test_bytes_of_rtf_are_of_its_own_encoding(tmp_path):
 def test_pages_of_a_book_may_be_in_another_encoding(tmp_path, encoding):
     page = f'<?xml version="1.0" encoding="{encoding}"?>' + PAGE.replace("The Arno.", "Caf\xe9 Arno.")
     assert "Caf\xe9 Arno." in read(tmp_path / "a.epub", epub(page.encode(encoding))).text
-
-
-def with_part(data: bytes, changed: Mapping[str, str]) -> bytes:
-    with zipfile.ZipFile(BytesIO(data)) as archive:
-        return zipped({name: archive.read(name) for name in archive.namelist()} | changed)
 
 
 def words(text: str, look: str = "") -> str:
@@ -644,7 +636,7 @@ def test_automatic_numbers_of_word_are_written_out(tmp_path):
 def test_slides_say_what_they_show(tmp_path):
     from pptx import Presentation
 
-    deck, held = Presentation(), BytesIO()
+    deck = Presentation()
     for title in ("Fees", "Old fees", "Rooms"):
         slide = deck.slides.add_slide(deck.slide_layouts[5])
         slide.shapes.title.text = title
@@ -666,8 +658,7 @@ def test_slides_say_what_they_show(tmp_path):
         for column, text in enumerate(cells):
             grid.cell(row, column).text = text
     grid.cell(1, 0).merge(grid.cell(2, 0))
-    deck.save(held)
-    document = read(tmp_path / "a.pptx", held.getvalue())
+    document = read(tmp_path / "a.pptx", saved(deck))
     assert "Fees10^6 or ~~12~~" in document.text
     assert "Old fees" not in document.text
     assert "| A \\| B | Heron |\n| A \\| B | Swan |" in document.text
@@ -677,7 +668,7 @@ def test_slides_say_what_they_show(tmp_path):
 def test_merged_and_hidden_cells_of_a_sheet(tmp_path):
     from openpyxl import Workbook
 
-    book, held = Workbook(), BytesIO()
+    book = Workbook()
     sheet = book.active
     for row in (["club", "secret", "member"], ["Heron", 1, "Ann"], [None, 2, "Bo"], [None, 3, "Cy"], ["Swan", 4, "Di"]):
         sheet.append(row)
@@ -686,8 +677,7 @@ def test_merged_and_hidden_cells_of_a_sheet(tmp_path):
     sheet.column_dimensions["B"].hidden = True
     book.create_sheet("Old").append(["draft"])
     book["Old"].sheet_state = "hidden"
-    book.save(held)
-    document = read(tmp_path / "a.xlsx", held.getvalue())
+    document = read(tmp_path / "a.xlsx", saved(book))
     assert document.text.splitlines() == [
         "## Sheet", "| club | member |", "| --- | --- |", "| Heron | Ann |", "| Heron | Cy |", "| Swan | Di |",
     ]  # fmt: skip
@@ -695,20 +685,13 @@ def test_merged_and_hidden_cells_of_a_sheet(tmp_path):
 
 
 def test_an_odt_says_what_it_shows(tmp_path):
-    cell = "<table:table-cell{}><text:p>{}</text:p></table:table-cell>".format
     rows = [
-        cell(' table:number-rows-spanned="2"', "Heron") + cell("", "Ann"),
-        "<table:covered-table-cell/>" + cell("", "Bo"),
+        cell("Heron", ' table:number-rows-spanned="2"') + cell("Ann"),
+        "<table:covered-table-cell/>" + cell("Bo"),
     ]
     body = "".join(f"<table:table-row>{row}</table:table-row>" for row in rows)
-    body += f'<table:table-row table:visibility="collapse">{cell("", "Old") * 2}</table:table-row>'
+    body += f'<table:table-row table:visibility="collapse">{cell("Old") * 2}</table:table-row>'
     data = odt(f"<text:p>It is 12.{span('T4', ' Raise it.')}</text:p><table:table>{body}</table:table>")
-    style = '<style:style style:name="T4"><style:text-properties text:display="none"/></style:style>'
-    with zipfile.ZipFile(BytesIO(data)) as archive:
-        content = archive.read("content.xml").decode()
-    data = with_part(
-        data, {"content.xml": content.replace("</office:automatic-styles>", style + "</office:automatic-styles>")}
-    )
     text = read(tmp_path / "a.odt", data).text
     assert text.splitlines() == ["It is 12.", "", "| Heron | Ann |", "| --- | --- |", "| Heron | Bo |"]
 

@@ -81,14 +81,17 @@ def store(tiny, tmp_path):
 
 
 def run(runner: Runner, cases: list[Case], names: tuple[str, ...], limits: Thresholds = LIMITS):
-    check = Check(runner, "tests", cases, [MethodSpec(name, name) for name in ("full", *names)], limits)
+    return judged(Check(runner, "tests", cases, [MethodSpec(name, name) for name in ("full", *names)], limits))
+
+
+def judged(check: Check):
     list(check.scores())
     return check.finish().verdict
 
 
 def test_a_broken_method_fails_and_auto_does_not_take_it(extra, runner, store, tiny, caplog):
     with opened(store) as found:
-        cases = made_from(found, questions=8, passages=3, lm=tiny)
+        cases = made_from(found, questions=4, passages=3, lm=tiny)
     verdict = run(runner, cases, ("broken", "exact"))
     broken, exact = verdict.methods
     assert (broken.safe, exact.safe) == (False, True)
@@ -107,9 +110,7 @@ def test_shipped_primers_are_tried_and_stay_out_of_the_choice(runner, store, tin
     with opened(store) as found:
         cases = made_from(found, questions=3, passages=3, lm=tiny)
     specs = [*(MethodSpec(name, name) for name in ("full", "reposition")), *shipped_primers()]
-    check = Check(runner, "tests", cases, specs, Thresholds(0, 99, 0, 1))
-    list(check.scores())
-    verdict = check.finish().verdict
+    verdict = judged(Check(runner, "tests", cases, specs, Thresholds(0, 99, 0, 1)))
     alone, *behind = verdict.methods
     assert [one.primer for one in behind] == ["64", "128", "256"]
     assert "give one of half of them" in behind.pop().reason  # longer than half of the context here
@@ -147,7 +148,7 @@ def test_a_store_with_a_primer_is_judged_behind_it(runner, tmp_path, tiny, caplo
     with rc.RagCache.open(tmp_path / "kb", recipe=Recipe("primer", primer="Soil is old."), **options) as kb:
         kb.ingest(rc.Document(name, text) for name, text in TEXTS.items())
     with opened(tmp_path / "kb") as found:
-        cases, primer = made_from(found, questions=4, passages=3, lm=tiny), bound_primer(found.documents.properties())
+        cases, primer = made_from(found, questions=2, passages=3, lm=tiny), bound_primer(found.documents.properties())
     assert primer == tiny.recipe(Recipe("primer", primer="Soil is old.")).primer_ids != ()
     check = Check(
         runner, "tests", cases, [MethodSpec(name, name) for name in ("full", "reposition")], LIMITS, 0, primer
@@ -155,9 +156,9 @@ def test_a_store_with_a_primer_is_judged_behind_it(runner, tmp_path, tiny, caplo
     scores = [score for score in check.scores() if score.case == cases[0].id]
     assert scores[-1].kl_first == pytest.approx(distance(runner, cases[0], primer), rel=1e-3)
     verdict = check.finish().verdict
-    (judged,) = verdict.methods
-    assert (judged.recipe, tuple(verdict.primer)) == ("primer", primer)
-    save_verdict(tmp_path / "kb", replace(verdict, methods=(replace(judged, safe=True),)))
+    (found,) = verdict.methods
+    assert (found.recipe, tuple(verdict.primer)) == ("primer", primer)
+    save_verdict(tmp_path / "kb", replace(verdict, methods=(replace(found, safe=True),)))
     with rc.RagCache.open(tmp_path / "kb", **options) as kb:
         assert kb.ask("Where do dogs bark?").method == "reposition"
     assert not caplog.records
@@ -190,11 +191,9 @@ def test_a_store_is_judged_as_its_passages_are_read(extra, runner, tmp_path, tin
         assert passage.behind_ids(tiny.tokenizer) == by_text[passage.text]
     assert any(by_text.values())
     specs = [MethodSpec(name, name) for name in ("full", "exact", "reposition", "concat")]
-    check = Check(runner, "tests", cases, specs, LIMITS, count)
-    list(check.scores())
-    verdict = check.finish().verdict
-    judged = {one.name: one for one in verdict.methods}
-    assert "cannot run: method 'concat' leaves blocks at the positions" in judged["concat"].reason
+    verdict = judged(Check(runner, "tests", cases, specs, LIMITS, count))
+    by_name = {one.name: one for one in verdict.methods}
+    assert "cannot run: method 'concat' leaves blocks at the positions" in by_name["concat"].reason
     reader = PromptReader(tiny, cases[0].prompt(tiny.tokenizer, runner.form), 1)
     blocks = tiny.encode(
         reader.prompt.chunk_ids, names.recipe, neighbours=[by_text[one.text] for one in cases[0].passages]
@@ -217,7 +216,7 @@ def test_a_store_is_judged_as_its_passages_are_read(extra, runner, tmp_path, tin
 
 def test_without_a_safe_method_auto_reads_whole_prompts(extra, runner, store, tiny):
     with opened(store) as found:
-        save_verdict(store, run(runner, made_from(found, questions=4, passages=3, lm=tiny), ("broken",)))
+        save_verdict(store, run(runner, made_from(found, questions=2, passages=3, lm=tiny), ("broken",)))
     with rc.RagCache.open(store, model=tiny, embedder=BagOfWords(), method="auto") as kb:
         assert kb.ask("Where do dogs bark?").method == "full"
 
@@ -257,13 +256,12 @@ def test_a_loss_of_accuracy_is_a_share_of_full_prefills(whole, found, safe):
 
 
 def test_methods_that_cannot_run_are_said_to_be_so(runner):
-    check = Check(runner, "tests", [CASE], all_methods(), LIMITS)
-    list(check.scores())
-    judged = {found.name: found for found in check.finish().verdict.methods}
-    assert set(judged) == set(METHODS) - {"full"}
-    assert "cannot run" in judged["link"].reason
-    assert not judged["link"].safe
-    assert "cannot run" not in judged["reposition"].reason
+    verdict = judged(Check(runner, "tests", [CASE], all_methods(), LIMITS))
+    by_name = {found.name: found for found in verdict.methods}
+    assert set(by_name) == set(METHODS) - {"full"}
+    assert "cannot run" in by_name["link"].reason
+    assert not by_name["link"].safe
+    assert "cannot run" not in by_name["reposition"].reason
 
 
 @pytest.mark.parametrize("spec", ["reposition:kept=0.5", "reposition:neighbours=1"])
@@ -290,7 +288,7 @@ def kv_alone(tiny, tmp_path):
 def test_a_store_of_kv_alone_is_judged_by_its_passages(extra, runner, kv_alone, tiny, caplog):
     """The command that the warning advises works on such a store, and its verdict is used."""
     with opened(kv_alone) as found:
-        cases = made_from(found, questions=6, passages=3, lm=tiny)
+        cases = made_from(found, questions=3, passages=3, lm=tiny)
     assert {one.text.strip() for case in cases for one in case.passages} == {text.strip() for text in TEXTS.values()}
     reader = PromptReader(tiny, cases[0].prompt(tiny.tokenizer, runner.form), 1)
     with rc.RagCache.open(kv_alone, model=tiny, embedder=BagOfWords()) as kb:

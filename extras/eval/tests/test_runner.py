@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from families import block_diagonal, oracle_logits, oracle_model
+from plain_oracle import greedy, plain_transformers
 
 from ragcache.errors import ConfigError, ContextTooLongError
 from ragcache.prompt import Prompt, encode_text
@@ -29,11 +30,6 @@ def untimed(score: Score) -> Score:
     return replace(score, **dict.fromkeys(TIMES))
 
 
-def causal_logits(model, ids: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=torch.tensor([ids])).logits[0]
-
-
 def numpy_kl(reference: torch.Tensor, other: torch.Tensor) -> np.ndarray:
     p, q = (np.exp(x.double().numpy() - x.double().numpy().max(-1, keepdims=True)) for x in (reference, other))
     p, q = p / p.sum(-1, keepdims=True), q / q.sum(-1, keepdims=True)
@@ -47,7 +43,9 @@ def test_distances_along_the_reference_answer_against_plain_transformers(runner,
     model = oracle_model(str(tiny_directory))
     prompt = case.prompt(runner.lm.tokenizer, runner.form)
     answer = encode_text(runner.lm.tokenizer, " on the mat")[:6]
-    full = causal_logits(model, [*prompt.ids, *answer])[prompt.num_tokens - 1 : prompt.num_tokens + 5]
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[*prompt.ids, *answer]])).logits[0]
+    full = logits[prompt.num_tokens - 1 : prompt.num_tokens + 5]
     rows = []
     for count in range(len(answer)):
         longer = Prompt(prompt.prefix_ids, prompt.chunk_ids, [*prompt.suffix_ids, *answer[:count]])
@@ -68,20 +66,13 @@ def test_a_reference_answer_has_a_space_where_the_prompt_has_none(runner, tail, 
     assert other._reference_ids(CASES[0], WrittenAnswer("", ())) == encode_text(runner.lm.tokenizer, written)
 
 
-def greedy(model, ids: list[int], count: int) -> list[int]:
-    out: list[int] = []
-    while len(out) < count:
-        out.append(int(causal_logits(model, [*ids, *out])[-1].argmax()))
-    return out
-
-
 def test_predictions_are_greedy_answers_and_the_baseline_reads_no_passage(runner, tiny_directory):
     none, full = runner.run([CASES[0]], parse_methods(["full"]), Ledger())
-    model, tokenizer = oracle_model(str(tiny_directory)), runner.lm.tokenizer
+    model, tokenizer = plain_transformers(str(tiny_directory))
     prompt = CASES[0].prompt(tokenizer, runner.form)
-    assert full.prediction == tokenizer.decode(greedy(model, prompt.ids, 6)).strip()
-    alone = [*prompt.prefix_ids, *prompt.suffix_ids]
-    assert none.prediction == tokenizer.decode(greedy(model, alone, 6)).strip()
+    assert full.prediction == greedy(model, tokenizer, prompt, None, 6).strip()
+    alone = Prompt(prompt.prefix_ids, [], prompt.suffix_ids)
+    assert none.prediction == greedy(model, tokenizer, alone, None, 6).strip()
     assert none.method == NO_PASSAGES
     assert none.kl_answer is None
 

@@ -1,6 +1,7 @@
 """Parts of several methods' oracles: models with formulas as attention, masks, prompts, and tolerances."""
 
 import torch
+from blend_oracle import blended_logits
 from families import saved_tiny
 from formula_oracle import formula_model
 
@@ -16,6 +17,12 @@ def with_formula(name):
     """Return a family's tiny model, and the same model in plain transformers with formulas as its attention."""
     directory = saved_tiny(name)
     return rc.load_lm(directory), formula_model(directory)
+
+
+def expected_logits(oracle, prompt, chosen):
+    """Return the logits of plain transformers where the chosen tokens and the suffix run in every layer."""
+    suffix = range(prompt.context_tokens, prompt.num_tokens)
+    return blended_logits(oracle, prompt, [torch.tensor([*sorted(chosen), *suffix])] * LAYERS)
 
 
 def assert_like(ours, theirs):

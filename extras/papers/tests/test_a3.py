@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from blend_oracle import blended_logits
 from families import assert_same, block_diagonal, masks_of, random_prompt
-from paper_oracles import CHOSEN_ON, CHUNKS
+from paper_oracles import CHOSEN_ON, CHUNKS, expected_logits
 
 import ragcache as rc
 from ragcache.models import attention
@@ -30,11 +29,6 @@ def highest(scores, count):
     return sorted(sorted(scores, key=lambda token: (-scores[token], token))[:count])
 
 
-def expected_logits(oracle, prompt, chosen, layers):
-    suffix = list(range(prompt.context_tokens, prompt.num_tokens))
-    return blended_logits(oracle, prompt, [torch.tensor(chosen + suffix)] * layers)
-
-
 @pytest.mark.parametrize("family", CHOSEN_ON)
 @pytest.mark.parametrize("ratio", [0.15, 0.6])
 def test_the_tokens_that_the_suffix_attends_to_run(load, family, ratio):
@@ -44,7 +38,7 @@ def test_the_tokens_that_the_suffix_attends_to_run(load, family, ratio):
     count = round(ratio * sum(CHUNKS))
     chosen = highest(scores(oracle, prompt), count)
     fused = rc.fuse(lm, prompt, "a3", ratio=ratio)
-    assert_same(fused.next_logits, expected_logits(oracle, prompt, chosen, 3))
+    assert_same(fused.next_logits, expected_logits(oracle, prompt, chosen))
     assert set(fused.computed_tokens) == {count + len(prompt.suffix_ids)}
     assert set(fused.cache.lengths) == {prompt.num_tokens}
 
@@ -64,7 +58,7 @@ def test_neighbours_are_averaged_where_asked(load, pool, count, seeds):
         assert chosen != highest(alone, count)
         zeros_differ |= chosen != highest({token: sum(values) / pool for token, values in near.items()}, count)
         fused = rc.fuse(lm, prompt, "a3", ratio=count / sum(CHUNKS), pool_tokens=pool)
-        assert_same(fused.next_logits, expected_logits(oracle, prompt, chosen, 3))
+        assert_same(fused.next_logits, expected_logits(oracle, prompt, chosen))
     assert zeros_differ or pool < 11, "no prompt tells the two apart"
 
 

@@ -5,16 +5,14 @@ import pytest
 import test_a3
 import test_prophet
 import torch
-from blend_oracle import Held, blended_logits, forward, most_deviating
-from families import assert_same, masks_of, random_prompt
+from blend_oracle import blended_logits, most_deviating
+from families import assert_same, random_prompt
+from paper_oracles import CHUNKS, expected_logits
 
 import ragcache as rc
 from ragcache.fusion.recompute import chosen
 
-CHUNKS = (17, 3, 20, 12)
 CHOOSING = ["cacheblend", "a3", "prophet"]
-
-
 EDGES = [(4, 0), (0, 3), (2, 3)]
 
 
@@ -49,12 +47,10 @@ def test_they_run_before_the_best_of_the_others(load, method, family, edge):
     prompt, count = random_prompt(71, prefix=5, chunks=CHUNKS), 20
     always = boundary(prompt, *edge)
     others = [token for token in ranked(method, oracle, prompt) if token not in always]
-    running = sorted(always + others[: count - len(always)])
     fused = rc.fuse(lm, prompt, method, ratio=count / sum(CHUNKS), **edges(*edge))
-    suffix = list(range(prompt.context_tokens, prompt.num_tokens))
-    assert_same(fused.next_logits, blended_logits(oracle, prompt, [torch.tensor(running + suffix)] * 3))
+    assert_same(fused.next_logits, expected_logits(oracle, prompt, always + others[: count - len(always)]))
     stages = 2 if method == "prophet" else 1
-    assert set(fused.computed_tokens) == {count + stages * len(suffix)}
+    assert set(fused.computed_tokens) == {count + stages * len(prompt.suffix_ids)}
 
 
 @pytest.mark.parametrize("gradual", [False, True])
@@ -69,47 +65,6 @@ def test_they_deviate_first(load, family, gradual, edge):
     expected = most_deviating(oracle, prompt, counts, always)
     fused = rc.fuse(lm, prompt, "cacheblend", ratio=0.4, gradual=gradual, **edges(*edge))
     assert_same(fused.next_logits, blended_logits(oracle, prompt, expected))
-
-
-@torch.no_grad()
-def behind_the_prefix(oracle, prompt):
-    """Return rotated keys and values by layer, of the prefix and of every chunk read directly after it.
-
-    The prefix is placed directly before each chunk's position, since rotations depend on distances alone.
-    """
-    found, start = [], len(prompt.prefix_ids)
-    for rank, chunk in enumerate(prompt.chunk_ids):
-        held, ids = Held(None, ()), [*prompt.prefix_ids, *chunk]
-        where = torch.arange(start - len(prompt.prefix_ids), start + len(chunk))[None]
-        mask = masks_of(oracle, torch.ones(len(ids), len(ids), dtype=torch.bool).tril())
-        oracle(input_ids=torch.tensor([ids]), position_ids=where, attention_mask=mask, past_key_values=held)
-        cut = len(prompt.prefix_ids) if rank else 0
-        found.append({layer: [part[:, :, cut:] for part in kv] for layer, kv in held.now.items()})
-        start += len(chunk)
-    return {layer: [torch.cat([kv[layer][part] for kv in found], 2) for part in (0, 1)] for layer in found[0]}
-
-
-@pytest.mark.parametrize("layers", [[1], [0, 2]])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_few_layers_choose_the_rest_of_blocks_behind_the_prefix(load, family, layers):
-    """Three options together: the shared prefix is every chunk's attention sink, first tokens run, and named layers
-    score.
-    """
-    lm, oracle = load(family)
-    prompt, count = random_prompt(75, prefix=5, chunks=CHUNKS), 20
-    context, always = prompt.context_tokens, boundary(prompt, 3, 0, "prefix")
-    suffix, before = list(range(context, prompt.num_tokens)), behind_the_prefix(oracle, prompt)
-    causal = torch.ones(prompt.num_tokens, prompt.num_tokens, dtype=torch.bool).tril()
-    weights = forward(oracle, prompt.ids, causal, before, [torch.tensor(suffix)] * 3)[2]
-    rows = [weights[layer][0, :, context:, :context].reshape(-1, context).double().numpy() for layer in layers]
-    shares = [one / one.sum(1, keepdims=True) for one in rows]
-    others = [token for token in test_prophet.ranked(prompt, shares) if token not in always]
-    running = sorted(always + others[: count - len(always)])
-    options = {"ratio": count / sum(CHUNKS), "layers": layers, "boundary_tokens": 3, "recipe": "prefix"}
-    fused = rc.fuse(lm, prompt, "prophet", **options)
-    assert_same(fused.next_logits, blended_logits(oracle, prompt, [torch.tensor(running + suffix)] * 3, before))
-    asked = [len(suffix) if layer <= max(layers) else 0 for layer in range(3)]
-    assert fused.computed_tokens == tuple(count + len(suffix) + twice for twice in asked)
 
 
 @pytest.mark.parametrize("recipe", ["isolated", "prefix"])

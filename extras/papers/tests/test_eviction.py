@@ -95,23 +95,6 @@ def test_entries_no_longer_used_are_evicted() -> None:
     assert "0" not in set(policy.victims())
 
 
-def test_the_power_falls_to_lru_where_recency_wins() -> None:
-    """Conversations that read three passages three times each follow a time with other popular passages."""
-    policy = filled(range(8))
-    for _ in range(50):
-        for key in range(8):
-            policy.touch(str(key))
-    for start in range(100, 1000, 3):
-        for _ in range(3):
-            for key in range(start, start + 3):
-                if str(key) in policy._held:
-                    policy.touch(str(key))
-                else:
-                    policy.evict(next(policy.victims()))
-                    policy.insert(Entry(str(key), 1, 1))
-    assert policy._power < 1
-
-
 def test_ghosts_are_bounded_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hyperbolic, "GHOSTS", 16)
     policy = filled(range(4))
@@ -151,7 +134,7 @@ def test_a_sketch_is_never_too_low(keys: list[str], width: int) -> None:
 @given(keys=st.lists(KEYS, max_size=120), sample=st.integers(1, 40))
 def test_a_wide_sketch_counts_and_ages(keys: list[str], sample: int) -> None:
     """Without collisions, a sketch is a table of counters that are halved after a fixed number of keys."""
-    sketch, counts, seen = CountMinSketch(1 << 16, sample), Counter(), 0
+    sketch, counts, seen = CountMinSketch(1 << 12, sample), Counter(), 0
     for key in keys:
         sketch.add(key)
         counts[key] = min(15, counts[key] + 1)
@@ -183,30 +166,6 @@ def test_who_is_admitted() -> None:
     assert not policy.admits("once", ["c"]), "as often is not more often"
     assert policy.admits("often", ["a"])
     assert not policy.admits("often", ["a", "b"]), "several have to be outweighed together"
-
-
-def test_chunks_seen_once_do_not_push_out_the_hot_ones() -> None:
-    size = make_block(0).num_bytes
-    hot = [make_key(number) for number in range(4)]
-
-    def hits_after_scan(admission: str) -> int:
-        tier = MemoryTier(4 * size, get_policy("lru", admission))
-
-        def ask(key: str) -> bool:
-            found = tier.get(key) is not None
-            if not found:
-                tier.put(key, make_block(0))
-            return found
-
-        for _ in range(3):
-            for key in hot:
-                ask(key)
-        for number in range(100, 150):
-            ask(make_key(number))
-        return sum(ask(key) for key in hot)
-
-    assert hits_after_scan("tinylfu") == 4
-    assert hits_after_scan("all") == 0
 
 
 @pytest.mark.parametrize("admission", ADMISSIONS)

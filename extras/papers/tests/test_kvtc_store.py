@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from kit.makers import tiny_lm
 from safetensors import safe_open
-from tiny_model import save_tiny_llama
 
 import ragcache as rc
 from ragcache.errors import BasisError
@@ -15,10 +15,8 @@ SHORT = rc.Sampling(max_tokens=4)
 CONFIG = rc.StoreConfig(codec="kvtc")
 
 
-@pytest.fixture(scope="module")
-def lm(tmp_path_factory: pytest.TempPathFactory) -> rc.LanguageModel:
-    """Return a model with two layers of two KV heads of 8: 32 features, so a basis needs 64 tokens (bytes here)."""
-    return rc.load_lm(save_tiny_llama(tmp_path_factory.mktemp("tiny")))
+lm = tiny_lm()
+"""A model with two layers of two KV heads of 8: 32 features, so a basis needs 64 tokens (bytes here)."""
 
 
 def open_kb(path: Path, lm: rc.LanguageModel) -> rc.RagCache:

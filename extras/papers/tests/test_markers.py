@@ -4,17 +4,8 @@ from collections import Counter
 
 import pytest
 import torch
-from families import (
-    VOCAB,
-    assert_same,
-    block_diagonal,
-    oracle_logits_of,
-    oracle_model,
-    random_prompt,
-    save_tiny,
-    tiny_config,
-)
-from transformers import AutoModelForCausalLM
+from families import VOCAB, assert_same, block_diagonal, layout, oracle_logits_of, random_prompt, tiny
+from kit.makers import made_by
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ContextTooLongError, StaleBlockError
@@ -26,31 +17,19 @@ GIVEN = {"doc_start_id": START, "doc_end_id": END}
 MARKED = rc.Recipe("isolated", markers=(START, END))
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return rc.load_lm(save_tiny("llama", str(tmp_path_factory.mktemp("plain"))))
+llama = made_by(lambda: tiny("llama")[0])
 
 
-def trained(directory, positions):
-    torch.manual_seed(0)
-    config = tiny_config("llama")
-    config.ragcache = TrainedTokens("markers", **GIVEN, positions=positions).section()
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    return rc.load_lm(directory), oracle_model(str(directory))
+def trained(positions):
+    return tiny("llama", TrainedTokens("markers", **GIVEN, positions=positions))
+
+
+def places(marked, positions):
+    return layout(marked)[0].tolist() if positions == "composite" else list(range(marked.num_tokens))
 
 
 def with_markers(prompt):
     return rc.Prompt(prompt.prefix_ids, [[START, *chunk, END] for chunk in prompt.chunk_ids], prompt.suffix_ids)
-
-
-def composite_positions(marked):
-    """Return positions at which every chunk follows the prefix, and the suffix follows the longest chunk."""
-    first = len(marked.prefix_ids)
-    longest = max(len(chunk) for chunk in marked.chunk_ids)
-    places = [*range(first)]
-    for chunk in marked.chunk_ids:
-        places += range(first, first + len(chunk))
-    return [*places, *range(first + longest, first + longest + len(marked.suffix_ids))]
 
 
 @pytest.mark.parametrize("positions", ["reordered", "composite"])
@@ -59,7 +38,7 @@ def test_markers_are_one_block_diagonal_forward(family, positions, seed):
     lm, model = family
     prompt = random_prompt(seed, prefix=seed * 4)
     marked = with_markers(prompt)
-    where = composite_positions(marked) if positions == "composite" else list(range(marked.num_tokens))
+    where = places(marked, positions)
     blocks = rc.encode(lm, prompt, recipe=MARKED)
     fused = rc.fuse(lm, prompt, method="markers", positions=positions, blocks=blocks, **GIVEN)
     assert_same(fused.next_logits, oracle_logits_of(model, marked.ids, block_diagonal(marked), where))
@@ -80,13 +59,13 @@ def test_one_chunk_behind_the_prefix_is_full_prefill(family, positions):
 
 
 @pytest.mark.parametrize("positions", ["reordered", "composite"])
-def test_a_trained_checkpoint_needs_no_options(tmp_path, positions):
-    lm, model = trained(tmp_path, positions)
+def test_a_trained_checkpoint_needs_no_options(positions):
+    lm, model = trained(positions)
     assert lm.default_method == "markers"
     prompt = random_prompt(4)
     marked = with_markers(prompt)
-    where = composite_positions(marked) if positions == "composite" else None
     fused = rc.fuse(lm, prompt, method="markers")
+    where = places(marked, positions)
     assert_same(fused.next_logits, oracle_logits_of(model, marked.ids, block_diagonal(marked), where))
     assert fused.reserved_ids == {START, END}
     other = "reordered" if positions == "composite" else "composite"
@@ -94,11 +73,11 @@ def test_a_trained_checkpoint_needs_no_options(tmp_path, positions):
     assert not torch.allclose(moved, fused.next_logits, atol=1e-3)
 
 
-def test_decoding_goes_on_behind_the_longest_chunk(tmp_path):
-    lm, model = trained(tmp_path, "composite")
+def test_decoding_goes_on_behind_the_longest_chunk():
+    lm, model = trained("composite")
     prompt = random_prompt(5)
     marked = with_markers(prompt)
-    ids, where, allowed = marked.ids, composite_positions(marked), block_diagonal(marked)
+    ids, where, allowed = marked.ids, places(marked, "composite"), block_diagonal(marked)
     fused = rc.fuse(lm, prompt, method="markers")
     position = fused.next_position
     for token in (11, 12, 13):

@@ -6,15 +6,14 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
-from blend_oracle import blended_logits
 from families import assert_same, block_diagonal, masks_of, random_prompt
-from paper_oracles import CHOSEN_ON, CHUNKS, LAYERS
+from paper_oracles import CHOSEN_ON, CHUNKS, LAYERS, expected_logits
 
 import ragcache as rc
 import ragcache_papers.prophet as prophet
 from ragcache.errors import ConfigError
 from ragcache.fusion.layout import Layout
-from ragcache.fusion.method import Placer, PrefillRequest
+from ragcache.fusion.method import PrefillRequest
 
 
 @torch.no_grad()
@@ -50,11 +49,6 @@ def with_scores(monkeypatch, lm, prompt, **options):
     return rc.fuse(lm, prompt, "prophet", **options), seen[0]
 
 
-def expected_logits(oracle, prompt, chosen):
-    suffix = list(range(prompt.context_tokens, prompt.num_tokens))
-    return blended_logits(oracle, prompt, [torch.tensor(sorted(chosen) + suffix)] * LAYERS)
-
-
 @pytest.mark.parametrize("family", CHOSEN_ON)
 @pytest.mark.parametrize("ratio", [0.2, 0.6])
 def test_the_tokens_that_the_suffix_attends_to_in_all_layers_run(load, monkeypatch, family, ratio):
@@ -83,22 +77,6 @@ def test_neighbours_are_averaged_where_asked(load):
     assert_same(fused.next_logits, expected_logits(oracle, prompt, expected))
 
 
-def test_what_the_suffix_gives_to_itself_does_not_count(load):
-    """If a row's weights over the context were not normalised to sum to 1, other tokens would be chosen."""
-    lm, oracle = load("llama")
-    told_apart = 0
-    for seed in range(60, 66):
-        prompt, count = random_prompt(seed, prefix=3, chunks=CHUNKS), 8
-        own, shares = attention(oracle, prompt)
-        chosen = ranked(prompt, shares)[:count]
-        if set(chosen) == set(ranked(prompt, own)[:count]):
-            continue
-        told_apart += 1
-        fused = rc.fuse(lm, prompt, "prophet", ratio=count / sum(CHUNKS))
-        assert_same(fused.next_logits, expected_logits(oracle, prompt, chosen))
-    assert told_apart, "no prompt tells the two apart"
-
-
 @pytest.mark.parametrize("family", ["mistral-window", "gemma2", "gemma3"])
 def test_rows_that_a_window_parts_from_the_context_say_nothing(load, monkeypatch, family):
     lm, oracle = load(family)
@@ -122,17 +100,6 @@ def test_layers_that_are_named_score_alone(load, family, layers):
     assert_same(fused.next_logits, expected_logits(oracle, prompt, chosen))
     passes = [2 if layer <= max(layers) else 1 for layer in range(LAYERS)]
     assert fused.computed_tokens == tuple(10 + times * suffix for times in passes)
-
-
-@pytest.mark.parametrize(("layers", "awaited"), [([0], [0]), ([1, 0], [0, 1]), (None, [0, 1, 2])])
-def test_blocks_above_the_layers_that_score_are_placed_after_the_choice(load, monkeypatch, layers, awaited):
-    lm, _ = load("llama")
-    events, place, chosen = [], Placer.place, prophet.chosen
-    monkeypatch.setattr(Placer, "place", lambda self, cache, layer: events.append(layer) or place(self, cache, layer))
-    monkeypatch.setattr(prophet, "chosen", lambda *args: events.append("chosen") or chosen(*args))
-    rc.fuse(lm, random_prompt(45, chunks=CHUNKS), "prophet", layers=layers)
-    assert events[: events.index("chosen")] == awaited
-    assert sorted(event for event in events if event != "chosen") == [0, 1, 2]
 
 
 def test_a_pass_that_ends_early_is_timed(load):

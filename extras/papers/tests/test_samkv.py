@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from families import METHOD_FAMILIES, block_diagonal, random_prompt, tiny
-from formula_oracle import Plan, planned_logits
+from formula_oracle import Plan, planned_logits, step_by_step
 from kit.makers import each, made_by
 from paper_oracles import assert_like, with_formula
 
@@ -190,11 +190,6 @@ class Written:
         return planned_logits(self.model, self.ids, plan)[self.prompt.num_tokens - 1 :]
 
 
-def decoded(lm, fused):
-    steps = [lm.run([token], fused.next_position + i, fused.cache) for i, token in enumerate(ANSWER)]
-    return torch.stack([fused.next_logits, *steps])
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -211,7 +206,7 @@ def test_samkv_is_the_paper_written_twice(family, options):
     written = Written(oracle, prompt, {**SIZES, **options})
     fused = rc.fuse(lm, prompt, method="samkv", **SIZES, **options)
     assert fused.kept_tokens == tuple(len(kept) + len(prompt.suffix_ids) for kept in written.kept)
-    assert_like(decoded(lm, fused), written.logits())
+    assert_like(step_by_step(lm, fused, ANSWER), written.logits())
     assert len({frozenset(kept) for kept in written.kept}) > 1, "all layers keep the same: nothing is aligned"
     surveyed = len(prompt.suffix_ids)
     if options.get("personalized_bias", True):

@@ -8,9 +8,10 @@ import pytest
 import torch
 from blocks import same
 from families import METHOD_FAMILIES, random_prompt, save_tiny, tiny
+from formula_oracle import step_by_step
 from kit.makers import each, made_by
 from paper_oracles import assert_like, with_formula
-from test_samkv import SIZES, Written, decoded
+from test_samkv import ANSWER, SIZES, Written
 from tiny_model import save_tiny_llama
 from torch.utils._pytree import tree_leaves
 
@@ -114,28 +115,10 @@ def test_sidecars_are_appendix_a_written_twice(family, options):
     written = WithSidecars(oracle, prompt, {"update": "fusion", **SIZES, **options})
     fused = rc.fuse(lm, prompt, "samkv", surveyed(lm, prompt), **SIZES, **options)
     assert fused.kept_tokens == tuple(len(kept) + len(prompt.suffix_ids) for kept in written.kept)
-    assert_like(decoded(lm, fused), written.logits())
+    assert_like(step_by_step(lm, fused, ANSWER), written.logits())
     # Sidecars have the local queries, so the suffix alone runs in the generic pass.
     again = [len(written.again & set.union(*written.kept[layer:])) for layer in range(written.layers)]
     assert fused.computed_tokens == tuple(2 * len(prompt.suffix_ids) + count for count in again)
-
-
-def test_what_a_sidecar_holds_is_what_the_oracle_finds(family):
-    lm, oracle = family
-    prompt = random_prompt(3, chunks=CHUNKS)
-    written = WithSidecars(oracle, prompt, {"update": "fusion", **SIZES})
-    for document, block in enumerate(surveyed(lm, prompt)):
-        found, start = block.sidecar, min(written.documents[document])
-        assert found.stable.tolist() == [bool(vote) for vote in written.votes(document)]
-        for layer in range(written.layers):
-            wanted = written.importance(layer, document)
-            if not wanted:
-                assert (int(found.most[layer]), int(found.least[layer])) == (-1, -1)
-                continue
-            assert int(found.most[layer]) == min(range(len(wanted)), key=lambda rank: wanted[rank][0])
-            assert int(found.least[layer]) == min(range(len(wanted)), key=lambda rank: wanted[rank][1])
-            marked = {start + int(place) for place in found.outliers[layer].nonzero()[:, 0]}
-            assert marked == {wanted[rank][2] for rank in np.flatnonzero(written.standing_out(layer, document))}
 
 
 @pytest.mark.parametrize("recipe", ["isolated", "prefix"])
@@ -148,7 +131,7 @@ def test_without_what_appendix_a_says_sidecars_change_nothing(family, recipe):
     beside = rc.fuse(lm, prompt, "samkv", surveyed(lm, prompt, recipe=recipe), **options)
     assert beside.kept_tokens == plain.kept_tokens
     assert beside.computed_tokens == plain.computed_tokens
-    assert_like(decoded(lm, beside), decoded(lm, plain))
+    assert_like(step_by_step(lm, beside, ANSWER), step_by_step(lm, plain, ANSWER))
 
 
 def test_local_queries_are_those_of_the_passages_own_place(llama):
@@ -257,21 +240,19 @@ def test_blocks_cut_in_another_way_are_read_without_their_sidecars(llama):
     assert torch.equal(mixed.next_logits, rc.fuse(llama, prompt, "samkv", [b.kv for b in blocks], **SIZES).next_logits)
 
 
-TEXT = "The harbour of Aabo is old. Its ships sail for Brugge in spring, and for Chur when the wind has turned. " * 12
+TEXT = "The harbour of Aabo is old. Its ships sail for Brugge in spring, and for Chur when the wind has turned."
 
 
-def test_a_store_keeps_sidecars_from_ingestion_on(tmp_path):
+def test_a_store_keeps_sidecars_from_ingestion_on(open_kb):
     """All other methods read the same blocks; sidecars are deleted with their document."""
     store = rc.StoreConfig(codec="samkv")
-    documents = [rc.Document(id=name, text=TEXT.replace("Aabo", name)) for name in ("Aabo", "Evora", "Delft")]
-    with rc.RagCache.open(tmp_path / "kb", model="mini", store=store) as kb:
-        kb.ingest(documents)
-    with rc.RagCache.open(tmp_path / "kb", model="mini", store=store) as kb:
-        handles = [hit.handle for hit in kb.retrieve("Where do ships sail?", k=3)]
-        held = [kb.store.kv.get(handle).block for handle in handles]
-        assert all(isinstance(block, SurveyedBlock) for block in held)
-        answer = kb.ask("Where do ships sail?", k=3, method="samkv")
-        assert answer.method == "samkv"
-        assert kb.ask("Where do ships sail?", k=3, method="reposition").usage.computed_tokens
-        kb.delete(["Aabo", "Evora", "Delft"])
-        assert not set(kb.store.kv.keys()) & set(handles)
+    texts = {name: TEXT.replace("Aabo", name) for name in ("Aabo", "Evora", "Delft")}
+    open_kb(store=store, texts=texts).close()
+    kb, asked = open_kb(store=store), {"k": 3, "sampling": rc.Sampling(max_tokens=4)}
+    handles = [hit.handle for hit in kb.retrieve("Where do ships sail?", k=3)]
+    held = [kb.store.kv.get(handle).block for handle in handles]
+    assert all(isinstance(block, SurveyedBlock) for block in held)
+    assert kb.ask("Where do ships sail?", method="samkv", **asked).method == "samkv"
+    assert kb.ask("Where do ships sail?", method="reposition", **asked).usage.computed_tokens
+    kb.delete(list(texts))
+    assert not set(kb.store.kv.keys()) & set(handles)

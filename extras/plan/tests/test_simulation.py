@@ -1,9 +1,7 @@
 """The simulator against a model without policies and against real stores, and Belady's rule against all schedules."""
 
-import json
 from functools import cache
 from itertools import combinations
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +13,8 @@ from hypothesis import strategies as st
 from ragcache.errors import ConfigError
 from ragcache.store.eviction import ADMISSIONS, POLICIES
 from ragcache.store.kv_store import KVStore
-from ragcache_papers.tinylfu import CountMinSketch
 from ragcache_plan.accesses import Accesses
-from ragcache_plan.optimum import next_uses, optimum
+from ragcache_plan.optimum import optimum
 from ragcache_plan.rates import MachineRates
 from ragcache_plan.replay import Budgets, replay
 from ragcache_plan.simulation import simulate
@@ -194,15 +191,6 @@ def test_no_policy_exceeds_the_bound(requests, sizes, memory_bytes):
         assert sum(outcome.hit_rate.values()) + outcome.computed_rate == pytest.approx(1)
 
 
-@given(blocks=st.lists(st.integers(0, 5), max_size=30))
-def test_next_uses(blocks):
-    expected = [
-        next((later for later in range(place + 1, len(blocks)) if blocks[later] == block), len(blocks))
-        for place, block in enumerate(blocks)
-    ]
-    assert next_uses(np.array(blocks, dtype=np.int64)).tolist() == expected
-
-
 def test_percentiles_are_those_of_requests():
     requests = [[0]] * 96 + [[1]] * 4
     trace = make_trace(requests, [1, 8])
@@ -221,16 +209,3 @@ def test_an_empty_trace_is_refused():
 def test_a_budget_below_one_block_is_refused(budget):
     with pytest.raises(ConfigError, match="smallest has 8"):
         list(simulate(make_trace([[0]], [8]), [Budgets(budget)], ["lru"]))
-
-
-def test_a_sketch_of_the_simulator_has_room_for_every_block():
-    """Otherwise collisions would refuse blocks in the replay of a large trace, which a store of that size admits."""
-    sketch = CountMinSketch(1 << 16)
-    for number in range(1000):
-        sketch.add(str(number))
-    assert sum(sketch.estimate(str(number)) for number in range(1000)) == 1000
-
-
-def test_outcomes_are_json(tmp_path: Path):
-    (outcome,) = simulate(make_trace([[0, 1], [0]], [4, 8]), [Budgets(8)], ["hyperbolic"])
-    assert json.loads(json.dumps(outcome.to_json(), allow_nan=False))["optimum_exact"] is False

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ragcache.models.trained_tokens import TrainedTokens
+
 
 class Tok(NamedTuple):
     """A token.
@@ -59,6 +61,18 @@ def marked(
         tokens += [Tok(i, "chunk", number, first + offset) for offset, i in enumerate(ids)]
         behind.append(first + len(ids))
     return tokens + _questions(questions, max(behind))
+
+
+def apart(
+    spec: TrainedTokens, prefix: Sequence[int], chunks: Sequence[Sequence[int]], questions: Sequence[Sequence[int]]
+) -> list[Tok]:
+    """Return the sequence of a way of reuse, with the ids that it was trained with."""
+    if spec.method == "markers":
+        return marked(prefix, chunks, questions, (spec.doc_start_id, spec.doc_end_id), spec.positions == "composite")
+    if spec.method == "reposition" or not chunks:
+        return linked(prefix, chunks, questions, [[]] * len(chunks))
+    links = [spec.link_ids(slot) for slot in range(len(chunks))]
+    return linked(prefix, chunks, questions, links, spec.kv_start_id, spec.kv_end_id)
 
 
 def together(prefix: Sequence[int], chunks: Sequence[Sequence[int]], questions: Sequence[Sequence[int]]) -> list[Tok]:

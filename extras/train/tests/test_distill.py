@@ -6,9 +6,9 @@ from itertools import chain
 
 import pytest
 import torch
-from covering import covering
+from covering import covering, few
 from families import masks_of, oracle_model, random_prompt, save_tiny
-from run_options import log_of, resumed, run_options, timeless
+from run_options import INSTRUCTION_LINE, QA_LINES, log_of, resumed, run_options, timeless
 from safetensors.torch import load_file
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -162,6 +162,7 @@ def test_damaged_tokens_weigh_more(shaken):
     torch.testing.assert_close(loss.double(), (own * weights).mean(), atol=1e-6, rtol=1e-4)
     assert abs(float(loss) - float(own.mean())) > 1e-4
     assert distill.take()["kl"] == pytest.approx(float(own.mean()), rel=1e-4)  # the log shows the plain KL
+    assert distill.take() == {}
 
 
 @torch.no_grad()
@@ -194,33 +195,14 @@ def test_kept_logits_replace_the_teachers_pass(shaken, tmp_path, monkeypatch):
     assert len(sorted(folder.rglob("*.safetensors"))) == 4
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("method", ["reposition", "link"])
-def test_training_reads_as_the_engine_does(method, recipe, tmp_path):
-    lm = rc.load_lm(save_tiny("llama", str(tmp_path)))
-    spec = replace(LINKS if method == "link" else TrainedTokens("reposition"), recipe=recipe)
-    prompt, more = PROMPT, {}
-    if method == "link":
-        prompt = rc.Prompt([*PREFIX, 60], CHUNKS, [61, *PROMPT.suffix_ids])
-        more = {"link_ids": [[20 + 2 * slot, 21 + 2 * slot] for slot in range(len(CHUNKS))]}
-    used = rc.Recipe(recipe, primer=PRIMER) if recipe == "primer" else recipe
-    engine = rc.fuse(lm, prompt, method=method, recipe=used, **more).next_logits
-    student = loaded(tmp_path)
-    batch = collate([lay_out(row_for(recipe)._replace(asks=[Ask(PROMPT.suffix_ids, [5])]), spec, True)])
-    with torch.no_grad():
-        ours = answer_logits(student.model, student.model, batch, student.rope)[0]
-    torch.testing.assert_close(ours, engine, atol=2e-4, rtol=2e-4)
-
-
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("recipe", ["prefix", "primer"])
-def test_flex_attention_moves_passages_as_dense_attention_does(recipe, tmp_path, monkeypatch):
+def test_flex_attention_moves_passages_as_dense_attention_does(tmp_path, monkeypatch):
     def uncompiled(module, query, key, value, mask, scaling, softcap, s_aux):
         return flex_attention(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True).transpose(1, 2), None
 
     student = loaded(save_tiny("gemma3", str(tmp_path)))
     monkeypatch.setattr("ragcache_train.masked_pass.flex_attention_forward", uncompiled)
-    batch = collate([lay_out(row_for(recipe), replace(LINKS, recipe=recipe), True)], multiple=BLOCK)
+    batch = collate([lay_out(row_for("primer"), replace(LINKS, recipe="primer"), True)], multiple=BLOCK)
     with torch.no_grad():
         dense = answer_logits(student.model, student.model, batch, student.rope)
         monkeypatch.setattr(Visibility, "for_attention", lambda self, window, dtype: self.blocks(window))
@@ -228,30 +210,7 @@ def test_flex_attention_moves_passages_as_dense_attention_does(recipe, tmp_path,
     torch.testing.assert_close(flex, dense, atol=2e-4, rtol=2e-4)
 
 
-def test_one_passage_behind_its_prefix_has_no_loss(tmp_path):
-    directory = save_tiny("llama", str(tmp_path))
-    student, teacher = loaded(directory), loaded(directory)
-    distill = Distillation(teacher.model, student.rope, 0.5, False)
-    alone = ROW._replace(chunks=CHUNKS[:1])
-    for recipe in RECIPES:
-        spec = TrainedTokens("reposition", recipe)
-        distill(student.model, student.model, collate_pairs([pair_of(row_for(recipe, alone), spec)]))
-        found = distill.take()
-        assert (found["kl"] < 1e-6 and found["hidden"] < 1e-8) is (recipe == "prefix"), (recipe, found)
-    assert distill.take() == {}
-
-
-PASSAGES = ["Ann lives in Oslo by the sea.", "Bob has a red boat there.", "The club meets on Monday."]
-LINES = [
-    {
-        "type": "qa",
-        "passages": PASSAGES,
-        "questions": [{"question": "Where is Ann?", "answer": "Oslo"}, {"question": "What has Bob?", "answer": "boat"}],
-    },
-    {"type": "qa", "passages": PASSAGES[:2], "question": "Who has a boat?", "answer": "Bob"},
-    {"type": "text", "text": "Just some words that go on and on. " * 5},
-    {"type": "instruction", "instruction": "Say yes.", "output": "yes"},
-]
+LINES = [*QA_LINES, {"type": "text", "text": "Just some words that go on and on. " * 5}, INSTRUCTION_LINE]
 
 
 @pytest.fixture
@@ -293,14 +252,22 @@ def test_links_have_their_own_rate(options, tmp_path):
     assert (ends[1][words][ids] - ends[0][words][ids]).abs().max() > 5e-3
 
 
-@pytest.mark.parametrize("changes", [{"link_tokens": 0, "recipe": "isolated"}, {"lora_rank": 2}], ids=["all", "lora"])
-def test_resumed_run_equals_uninterrupted_one(options, tmp_path, changes):
+WAYS = {
+    "all": {"link_tokens": 0, "recipe": "isolated"},
+    "lora": {"lora_rank": 2},
+    "merged lora": {"lora_rank": 2, "merge": True},
+    "accumulate": {"accumulate": 2},
+}
+
+
+@pytest.mark.parametrize("way", few(["all", "lora"], ["merged lora", "accumulate"]))
+def test_resumed_run_equals_uninterrupted_one(options, tmp_path, way):
     held = tmp_path / "held.jsonl"
     held.write_text(json.dumps(LINES[1]) + "\n", encoding="utf-8")
-    options = replace(options, steps=7, save_every=2, keep_checkpoints=3, evaluate=held, evaluate_every=3, **changes)
+    options = replace(options, steps=7, save_every=2, keep_checkpoints=3, evaluate=held, evaluate_every=3, **WAYS[way])
     whole, (report, after_stop) = train(options), resumed(options, tmp_path / "stopped", 5)
     assert after_stop == [5, 6, 7], "goes on from the checkpoint of step 4"
-    name = "adapter_model.safetensors" if "lora_rank" in changes else "model.safetensors"
+    name = "adapter_model.safetensors" if way == "lora" else "model.safetensors"
     before, after = (load_file(one.out / name) for one in (whole, report))
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
@@ -313,7 +280,7 @@ def test_resumed_run_equals_uninterrupted_one(options, tmp_path, changes):
 def test_half_written_checkpoints_are_passed_over(options, tmp_path, caplog):
     whole = train(replace(options, steps=6, save_every=2, keep_checkpoints=3, link_tokens=0))
     before = load_file(whole.out / "model.safetensors")
-    last, middle, first = (whole.out / "checkpoints" / f"checkpoint-{step}" for step in (6, 4, 2))
+    last, middle = (whole.out / "checkpoints" / f"checkpoint-{step}" for step in (6, 4))
     (last / "trainer_state.json").unlink()
     weights = middle / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
@@ -327,7 +294,6 @@ def test_half_written_checkpoints_are_passed_over(options, tmp_path, caplog):
         (path / "optimizer.pt").write_bytes(b"PK")
     with pytest.raises(ConfigError, match="delete that directory to start anew"):
         train(resumed)
-    assert first.name == "checkpoint-2"
 
 
 def test_rows_vary_in_number_order_and_length():
@@ -370,7 +336,7 @@ def test_unusable_input_is_refused_by_name(options, base, tmp_path):
     refused("keep_logits goes with objective='distill'", objective="labels", keep_logits=tmp_path / "kept")
     refused("recipe 'alone' is unknown", recipe="alone")
     only = tmp_path / "only.jsonl"
-    only.write_text(json.dumps(LINES[3]) + "\n", encoding="utf-8")
+    only.write_text(json.dumps(INSTRUCTION_LINE) + "\n", encoding="utf-8")
     refused("no passages to read apart", data=(only,))
     only.write_text(json.dumps(LINES[0]) + "\n", encoding="utf-8")
     refused("no line of the data fits.*longest sequence is 30", data=(only,), max_tokens=30)
@@ -383,10 +349,3 @@ def test_unusable_input_is_refused_by_name(options, base, tmp_path):
     refused("was trained for reuse already.*as teacher", model=first, link_tokens=1, out=tmp_path / "on")
     report = train(replace(options, steps=1, model=first, link_tokens=1, teacher=base, out=tmp_path / "on"))
     assert log_of(report.out)[0]["kl"] > 0
-
-
-def test_rows_without_questions_get_the_models_own(options, tmp_path):
-    bare = tmp_path / "bare.jsonl"
-    bare.write_text(json.dumps({"type": "qa", "passages": PASSAGES}) + "\n", encoding="utf-8")
-    report = train(replace(options, steps=1, data=(bare,)))
-    assert (report.rows, (report.out / "own_answers.jsonl").exists()) == (1, True)

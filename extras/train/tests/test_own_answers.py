@@ -15,7 +15,7 @@ from ragcache.prompt import encode_text, prompt_format
 from ragcache_train.own_answers import FILE, QUESTIONS, OwnAnswers
 from ragcache_train.row_encoder import passage_text
 from ragcache_train.train_options import EncodingOptions, TrainOptions
-from ragcache_train.train_rows import Asked, BadLine, DataRow, parse_line, read_rows, store_rows
+from ragcache_train.train_rows import Asked, BadLine, DataRow, parse_line, store_rows
 from ragcache_train.trainer import train
 
 PASSAGES = ("Ann lives in Oslo.", "Bob has a red boat.")
@@ -163,46 +163,14 @@ def test_rows_of_a_store_whose_documents_are_in_another_database(open_kb, base, 
     assert row.passages == tuple(f"Passage {n} stands here.\n" for n in range(4))
     with pytest.raises(DatabaseMismatchError, match="--database URL"):
         store_rows(tmp_path / "kb", rows=1, passages=4, seed=0)
-    out = tmp_path / "out"
-    options = TrainOptions(
-        model=base, out=out, objective="distill", store=tmp_path / "kb", database=url, steps=1, device="cpu"
-    )
-    assert train(options).rows == 1
+    out, data = tmp_path / "out", tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"type": "qa", "passages": list(PASSAGES), "question": "Who?"}) + "\n")
+    store = {"store": tmp_path / "kb", "database": url}
+    options = TrainOptions(model=base, data=(data,), out=out, objective="distill", steps=1, device="cpu", **store)
+    assert train(options).rows == 2, "a row of the data and a row of the store"
+    assert len((out / FILE).read_text().splitlines()) == 2
     assert "sqlite" not in (out / "training_options.json").read_text(), "a URL may hold a password"
     with pytest.raises(ConfigError, match="database is that of a store; add store"):
         replace(options, store=None)
-
-
-@pytest.mark.slow
-def test_a_run_over_a_store_needs_no_data_and_resumes_with_the_same_rows(base, store, tmp_path):
-    options = TrainOptions(
-        model=base, out=tmp_path / "out", objective="distill", store=store, rows=3, passages=3, batch_tokens=900,
-        steps=2, device="cpu",
-    )  # fmt: skip
-    report = train(options)
-    assert (report.rows, report.steps) == (3, 2)
-    made = (tmp_path / "out" / FILE).read_text()
-    assert len(made.splitlines()) == 3
-    train(replace(options, resume=True))
-    assert (tmp_path / "out" / FILE).read_text() == made
-    assert rc.load_lm(tmp_path / "out").default_method == "link"
-
-
-@pytest.mark.slow
-def test_data_and_a_store_go_together(base, store, tmp_path):
-    data = tmp_path / "rows.jsonl"
-    data.write_text(json.dumps({"type": "qa", "passages": list(PASSAGES), "question": "Who?"}) + "\n")
-    options = TrainOptions(
-        model=base,
-        data=(data,),
-        out=tmp_path / "out",
-        objective="distill",
-        store=store,
-        rows=2,
-        passages=2,
-        device="cpu",
-    )
-    assert train(replace(options, steps=1, batch_tokens=900)).rows == 3
-    assert len(read_rows([data], unlabelled=True)[0]) == 1
     with pytest.raises(ConfigError, match=r"no usable line.*'answer'"):
-        train(replace(options, objective="labels", store=None, out=tmp_path / "labelled", steps=1))
+        train(replace(options, objective="labels", store=None, database=None, out=tmp_path / "labelled"))

@@ -119,29 +119,6 @@ def test_passages_change_places_by_the_draws_seed():
     assert chunk_order(DrawnRows([row], LINK, shuffle=False), Draw(0, True, 5)) == kept
 
 
-def test_rows_stand_one_behind_another_and_a_row_of_its_own_fills_up():
-    data = DrawnRows(rows(8), LINK, shuffle=False)
-    layouts = [data[Draw(row, True, 0)] for row in range(8)]
-    batch = collate(layouts, multiple=16)
-    length = sum(len(layout.ids) for layout in layouts)
-    more = -length % 16
-    assert more
-    assert batch["input_ids"].shape == batch["position_ids"].shape == (1, length + more)
-    assert batch["lengths"] == [*(len(layout.ids) for layout in layouts), more]
-    assert batch["rows"].tolist() == [row for row, n in enumerate(batch["lengths"]) for _ in range(n)]
-    following = torch.full((length + more,), -100)
-    following[batch["places"]] = batch["labels"]
-    assert torch.equal(batch["shift_labels"], batch["labels"])
-    start = 0
-    for layout in layouts:
-        own = slice(start, start := start + len(layout.ids))
-        assert batch["input_ids"][0, own].tolist() == layout.ids
-        assert batch["position_ids"][0, own].tolist() == layout.positions
-        assert batch["segments"][own].tolist() == layout.segments
-        assert following[own].tolist() == layout.labels
-    assert (following[length:] == -100).all()
-
-
 def test_processes_beside_the_training_lay_out_the_same_batches():
     data, batches = DrawnRows(rows(40), LINK, shuffle=True), plan(rows(40), tokens=200)
     alone, beside = (

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tiny_model import EOS, byte_tokenizer
+from tiny_model import byte_tokenizer
 
 from ragcache.errors import ConfigError
 from ragcache.ingest.chunker import Chunker
@@ -143,12 +143,6 @@ def test_every_token_of_a_plain_text_is_learned():
     (ask,) = encode(tokenizer, DataRow("text", "", text="abc")).asks
     assert [*ask.suffix, *ask.answer] == [tokenizer.bos_token_id, *encode_text(tokenizer, "abc")]
     assert len(ask.suffix) == 1
-
-
-def test_control_tokens_in_a_passage_are_text():
-    tokenizer = tokenizer_with(None)
-    row = encode(tokenizer, QA)
-    assert tokenizer.convert_tokens_to_ids(EOS) not in row.chunks[0]
 
 
 def test_a_row_that_does_not_fit_is_named():

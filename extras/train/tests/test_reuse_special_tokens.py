@@ -20,21 +20,15 @@ def tokenizer_with(tokens: list[str]):
     return tokenizer
 
 
-def test_reserved_tokens_are_used_where_there_are_enough_in_a_row():
-    tokenizer = tokenizer_with([f"<|reserved_{n}|>" for n in range(12)])
-    size = len(tokenizer)
-    spec = choose_spec(tokenizer, "link", 2, 5, "reordered")
-    assert len(tokenizer) == size
-    assert spec == TrainedTokens("link", "isolated", 2, 5, 258, 268, 269)
-
-
 @pytest.mark.parametrize(
     "name",
     ["<|reserved_special_token_{}|>", "<unused{}>", "[unused{}]", "<reserved_{}>", "<|extra_{}|>", "<SPECIAL_{}>"],
 )
-def test_the_names_of_reserved_tokens(name):
-    tokenizer = tokenizer_with([name.format(n) for n in range(4)])
-    assert choose_spec(tokenizer, "link", 2, 1, "reordered") == TrainedTokens("link", "isolated", 2, 1, 258, 260, 261)
+def test_reserved_tokens_are_used_where_there_are_enough_in_a_row(name):
+    tokenizer = tokenizer_with([name.format(n) for n in range(12)])
+    size = len(tokenizer)
+    assert choose_spec(tokenizer, "link", 2, 5, "reordered") == TrainedTokens("link", "isolated", 2, 5, 258, 268, 269)
+    assert len(tokenizer) == size
 
 
 @pytest.mark.parametrize("kept", [[f"<|reserved_{n}|>" for n in range(5)], ["<unused0>", "x0", "<unused1>", "x1"], []])
@@ -142,32 +136,24 @@ def test_the_start_depends_on_the_seed_alone():
     assert not torch.equal(starts[0], starts[2])
 
 
-def test_a_checkpoint_that_was_trained_before_keeps_its_rows():
-    model, spec = tiny(True), TrainedTokens("link", "isolated", 2, 3, 199, 205, 206)
-    prepare_model(model, spec, 1)
+LINKS = TrainedTokens("link", "isolated", 2, 3, 199, 205, 206)
+FEWER, LONGER = replace(LINKS, link_slots=2), replace(LINKS, link_tokens=3, link_slots=2)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "changed"),
+    [
+        (FEWER, LINKS, [203, 204]),
+        (LINKS, FEWER, []),
+        # Of slot 1 the tokens 1 and 2 stay; from the third on every id is another token of another slot.
+        (LINKS, LONGER, [201, 202, 203, 204]),
+    ],
+    ids=["a slot more", "a slot less", "a token more"],
+)
+def test_ids_that_stand_for_the_same_keep_their_rows_and_others_start_anew(first, second, changed):
+    model = tiny(True)
+    prepare_model(model, first, 1)
     before = model.get_input_embeddings().weight.detach().clone()
-    prepare_model(model, spec, 2)
-    assert torch.equal(model.get_input_embeddings().weight, before)
-
-
-def test_ids_that_stand_for_the_same_keep_their_rows():
-    """If a slot is added or removed, the other slots' link tokens keep their rows, and so do KV-START and KV-END."""
-    model, many = tiny(True), TrainedTokens("link", "isolated", 2, 3, 199, 205, 206)
-    few = replace(many, link_slots=2)
-    prepare_model(model, few, 1)
-    before = model.get_input_embeddings().weight.detach().clone()
-    prepare_model(model, many, 2)
-    with_slot = model.get_input_embeddings().weight.detach().clone()
-    assert torch.nonzero((with_slot != before).any(1)).flatten().tolist() == [203, 204]
-    prepare_model(model, few, 3)
-    assert torch.equal(model.get_input_embeddings().weight, with_slot)
-
-
-def test_ids_that_stand_for_something_else_start_anew():
-    model, links = tiny(True), TrainedTokens("link", "isolated", 2, 3, 199, 205, 206)
-    prepare_model(model, links, 1)
-    before = model.get_input_embeddings().weight.detach().clone()
-    prepare_model(model, replace(links, link_tokens=3, link_slots=2), 2)
-    changed = (model.get_input_embeddings().weight.detach() != before).any(1)
-    # Of slot 1 the tokens 1 and 2 stay; from the third on every id is another token of another slot.
-    assert torch.nonzero(changed).flatten().tolist() == [201, 202, 203, 204]
+    prepare_model(model, second, 2)
+    after = model.get_input_embeddings().weight.detach()
+    assert torch.nonzero((after != before).any(1)).flatten().tolist() == changed

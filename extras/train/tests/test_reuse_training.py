@@ -13,9 +13,7 @@ from run_options import (
     QA_LINES,
     engine_logits,
     log_of,
-    resumed,
     run_options,
-    timeless,
     training_row,
 )
 from safetensors.torch import load_file
@@ -79,47 +77,6 @@ def test_link_training_learns_and_the_engine_computes_what_was_trained(options):
     torch.testing.assert_close(engine_logits(report.out, "full"), as_trained(report.out, False), atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize(
-    ("changes", "spec", "method"),
-    [
-        pytest.param({"link_tokens": 0}, TrainedTokens("reposition"), "reposition", marks=pytest.mark.slow),
-        (
-            {"reuse": "markers", "positions": "composite"},
-            TrainedTokens("markers", doc_start_id=258, doc_end_id=259, positions="composite"),
-            "markers",
-        ),
-    ],
-    ids=["block-attention", "markers"],
-)
-def test_the_other_ways_of_reuse(options, changes, spec, method):
-    report = train(replace(options, steps=2, **changes))
-    assert rc.load_lm(report.out).reuse == spec
-    ours = as_trained(report.out, apart=True)
-    torch.testing.assert_close(engine_logits(report.out, method), ours, atol=2e-4, rtol=2e-4)
-
-
-WAYS = {
-    "full": {},
-    "merged lora": {"lora_rank": 2, "merge": True},
-    "lora": {"lora_rank": 3},
-    "accumulate": {"accumulate": 2},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("changes", WAYS.values(), ids=WAYS)
-def test_a_resumed_run_equals_an_uninterrupted_one(options, tmp_path, changes):
-    options = replace(options, steps=7, save_every=3, **changes)
-    whole, (report, after) = train(options), resumed(options, tmp_path / "stopped", 5)
-    assert after == [4, 5, 6, 7]
-    files = [{path.name: load_file(path) for path in one.out.glob("*.safetensors")} for one in (whole, report)]
-    assert files[0].keys() == files[1].keys() != set()
-    for name, tensors in files[0].items():
-        assert tensors.keys() == files[1][name].keys()
-        assert all(torch.equal(tensor, files[1][name][key]) for key, tensor in tensors.items()), name
-    assert timeless(log_of(whole.out)) == timeless(log_of(report.out))
-
-
 def test_every_weight_is_trained_and_the_seed_decides(options, trained, tmp_path):
     again = train(replace(options, steps=2, out=tmp_path / "again"))
     other = train(replace(options, steps=2, out=tmp_path / "other", seed=5))
@@ -139,7 +96,6 @@ def test_lora_is_merged_and_trains_the_new_rows(options, tmp_path):
     change = end[projection] - start[projection]
     assert int(torch.linalg.matrix_rank(change, atol=1e-6)) == 2
     assert not any("lora" in key for key in end)
-    torch.testing.assert_close(engine_logits(report.out, "link"), as_trained(report.out), atol=2e-4, rtol=2e-4)
     few = train(replace(options, steps=1, lora_rank=2, merge=True, out=tmp_path / "few")).out
     used = rc.load_lm(few).reuse.link_ids(0)
     assert not torch.equal(weights(few)[name][used], end[name][used])
@@ -185,6 +141,7 @@ def test_what_cannot_be_trained_is_refused_by_name(options, tmp_path):
     [
         {"steps": 0},
         {"epochs": 0.0},
+        {"minutes": 0},
         {"lora_rank": -1},
         {"warmup": 2.0},
         {"learning_rate": 0.0},
@@ -201,8 +158,7 @@ def test_options_out_of_range_are_refused_before_anything_is_read(options, chang
         replace(options, model="nowhere", **changes)
 
 
-def test_a_run_is_not_overwritten_nor_resumed_with_other_options(options):
-    train(replace(options, steps=2))
+def test_a_run_is_not_overwritten_nor_resumed_with_other_options(base, trained):
+    options = options_of(base, trained.parent)
     refused(options, "holds a trained model already")
-    with pytest.raises(ConfigError, match=r"link_tokens=2 and now it is 3"):
-        train(replace(options, steps=2, link_tokens=3, resume=True))
+    refused(options, r"link_tokens=2 and now it is 3", link_tokens=3, resume=True)

@@ -46,10 +46,13 @@ def test_a_run_without_data_or_a_store_says_so(base, tmp_path):
 
 
 def test_json(base, data, tmp_path):
-    result = run(base, data, tmp_path / "out", "--steps", "1", "--reuse", "markers", "--json")
+    out = tmp_path / "out"
+    result = run(base, data, out, "--steps", "1", "--reuse", "markers", "--positions", "composite", "--json")
     report = json.loads(result.stdout)
     assert (report["steps"], report["rows"]) == (1, 1)
     assert [line["where"] for line in report["bad"]] == [f"{data}:2"]
+    spec = TrainedTokens("markers", doc_start_id=258, doc_end_id=259, positions="composite")
+    assert json.loads((out / "config.json").read_text(encoding="utf-8"))["ragcache"] == spec.section()
 
 
 OPTIONS = {
