@@ -56,11 +56,6 @@ class Goal:
         """Return whether a value is on the right side of the limit."""
         return value <= self.limit if self.kind == "at most" else value >= self.limit
 
-    @property
-    def within(self) -> bool:
-        """Return whether the measured number keeps the limit. `verdict` says how reliable that is."""
-        return self.holds(self.measured)
-
     def verdict(self, hardware: Mapping[str, Any]) -> str:
         """Return "met" or "missed", if the run can decide and the limit is outside the interval.
 
@@ -72,7 +67,7 @@ class Goal:
             return f"to be measured again: {', '.join(doubts)}"
         if self.low is not None and self.high is not None and self.holds(self.low) != self.holds(self.high):
             return f"open: the limit is within {self.low:.4g} to {self.high:.4g}"
-        return "met" if self.within else "missed"
+        return "met" if self.holds(self.measured) else "missed"
 
     def _doubts_of_time(self, hardware: Mapping[str, Any]) -> Iterator[str]:
         if self.pairs is None:
