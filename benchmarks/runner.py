@@ -33,7 +33,7 @@ from benchmarks.report import MOST_LOAD, RESULTS, Goal, Result, page, write
 from ragcache.errors import ConfigError, RagCacheError
 
 NAMES = (
-    *("answers", "askers", "context", "decode", "gpu", "ingest", "llamacpp", "methods", "peers"),
+    *("answers", "askers", "decode", "gpu", "ingest", "llamacpp", "methods", "peers"),
     *("reuse", "ttft", "vllm_placing", "week"),
 )
 

@@ -267,13 +267,3 @@ def test_reuse_of_learnt_text(tmp_path: Path, passages: int, characters: int) ->
     assert found[2] >= 0.6
     assert min(found[3:]) >= 0.95
     assert not journal.exists()
-
-
-@pytest.mark.slow
-def test_context(tmp_path: Path) -> None:
-    """A day's prompts have less than a third in common beginnings, but share most of their text."""
-    result = main("context", ["--documents=4", "--chats=12", "--steps=8", "--out", str(tmp_path)])
-    *_, (name, tokens, learnt, prefixes) = written(tmp_path, result.name)["figures"]["shares"]
-    assert (name, tokens > 10_000) == ("the day", True)
-    assert prefixes < 0.3
-    assert learnt > 0.5
