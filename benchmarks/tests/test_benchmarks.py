@@ -241,7 +241,7 @@ def test_a_random_model_of_a_shape_loads_as_any_other(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_reuse(tmp_path: Path) -> None:
     """All clients find passages that are known."""
-    result = main("reuse", ["--passages=3", "--characters=500", "--indexed=200", "--out", str(tmp_path)])
+    result = main("reuse", ["--passages=3", "--characters=500", "--out", str(tmp_path)])
     shares = {(name, method): own for name, method, *own in written(tmp_path, result.name)["figures"]["shares"]}
     assert all(0 <= share <= 1 for both in shares.values() for own in both for share in own)
     found, cached = shares["ragcache's own passages", "reposition"]
@@ -255,11 +255,11 @@ def test_reuse(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("passages", "characters"), [(2, 300), (3, 500)])
 def test_reuse_of_learnt_text(tmp_path: Path, passages: int, characters: int) -> None:
     """Passages in a stock chain's prompt are learnt, short paragraphs too. A killed run is continued."""
-    size = [f"--passages={passages}", f"--characters={characters}", "--indexed=200", "--ways=stuff chain, documents no"]
+    size = [f"--passages={passages}", f"--characters={characters}", "--ways=stuff chain, documents no"]
     journal = tmp_path / "reuse.journal.jsonl"
     settings = {"model": "mini", "ways": "stuff chain, documents no", "passages": passages, "characters": characters}
     known = [{"key": "LangChain's stuff chain, documents nowhere, by default", "value": [[0.5, 0.25]] * 5}]
-    journal.write_text("".join(json.dumps(line) + "\n" for line in ({**settings, "indexed": 200}, *known)))
+    journal.write_text("".join(json.dumps(line) + "\n" for line in (settings, *known)))
     result = main("reuse", [*size, "--out", str(tmp_path)])
     (_, _, *earlier), (_, method, found, _) = written(tmp_path, result.name)["figures"]["shares"]
     assert earlier == [[0.5] * 5, [0.25] * 5]
