@@ -11,7 +11,6 @@ faster on a CPU, and without it, which decodes faster; the better of both counts
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +57,7 @@ class Settings:
     seed: int = 0
 
 
-def measure(settings: Settings, run: Run) -> Iterator[Result]:
+def measure(settings: Settings, run: Run) -> Result:
     draw = random.Random(settings.seed)
     vocab_size = int(read_header(settings.model).keys["tokenizer.ggml.tokens"]) // 2
     prompt = settings.passages * settings.tokens + settings.suffix + settings.answer
@@ -116,13 +115,4 @@ def measure(settings: Settings, run: Run) -> Iterator[Result]:
     applies = (settings.passages, settings.tokens, settings.suffix, settings.askers) == (10, 500, 30, 8)
     goals = [Goal.of(what, kind, limit, found[what], applies) for what, kind, limit in GOALS if what in found]
     timings = {row: Timing.of(values) for row, values in seconds.items()}
-    yield run.result(timings, found, figures, goals)
-
-
-def markdown(found: Mapping[str, Any]) -> list[str]:
-    """Return the page of results/llamacpp.json."""
-    lines = ["# Inside llama.cpp", "", "| | over llama.cpp alone | goal |", "|---|---|---|"]
-    limits = {what: f"{kind} {limit:g}" for what, kind, limit in GOALS}
-    rows = [f"| {what} | {one['median']:.3f} ({one['pairs']} pairs) | {limits[what]} |"
-            for what, one in found["ratios"].items()]  # fmt: skip
-    return [*lines, *rows]
+    return run.result(timings, found, figures, goals)

@@ -123,11 +123,7 @@ def _together(dtype: str, figures: Mapping[str, Any]) -> Iterator[str]:
     yield f"{dtype}: {askers} askers at the same moment, answers/s, and in brackets the last one's first token in ms,"
     yield "medians of bursts:"
     yield ""
-    yield from _header("", [CELLS[cell] for cell in cells])
-    for row in _rows(cells):
-        values = [rows.get(row) for rows in cells.values()]
-        texts = ["-" if v is None else f"{v['answers_per_s']:.2f} ({1000 * v['first_s_max']:,.0f})" for v in values]
-        yield f"| {row} | " + " | ".join(texts) + " |"
+    yield from _table(cells, lambda value: f"{value['answers_per_s']:.2f} ({1000 * value['first_s_max']:,.0f})")
 
 
 def _verdicts(dtypes: Mapping[str, Any], ratios: Mapping[str, Any]) -> Iterator[str]:
