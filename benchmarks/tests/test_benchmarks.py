@@ -137,33 +137,31 @@ def test_alternate_runs_long_variants_in_some_rounds_and_pairs_by_round(monkeypa
     assert Timing.of([3.0, 1.0, 2.0]) == Timing(2.0, 1.0, 3.0, 3)
 
 
-def test_a_sample_that_the_hypervisor_interrupted_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three runs lose half, a tenth and none of the processors' time; the clock advances only in `run`."""
-    now, stolen, lost = [0.0], [0.0], iter([0.0, 0.5, 0.1, 0.0])
+@pytest.mark.parametrize(
+    ("seconds", "lost", "counts"),
+    [
+        ([1.0, 8.0, 4.0, 2.0], [0.0, 0.5, 0.1, 0.0], 2.0),
+        (
+            [1.0, *range(10, 10 + timing.TRIES)],
+            [0.0, *(2 / n for n in range(10, 10 + timing.TRIES))],
+            9.0 + timing.TRIES,
+        ),
+    ],
+    ids=["it is taken again", "the sample that lost least counts if none lost little"],
+)
+def test_a_sample_that_the_hypervisor_interrupted(monkeypatch: pytest.MonkeyPatch, seconds, lost, counts) -> None:
+    """The warm-up and each try lose a share of the processors' time; the clock advances only in `run`."""
+    now, stolen, runs = [0.0], [0.0], iter(zip(seconds, lost, strict=True))
     monkeypatch.setattr(timing, "stolen_s", lambda: stolen[0])
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(timing.os, "cpu_count", lambda: 4)
-    lengths = iter([1.0, 8.0, 4.0, 2.0])
 
     def run() -> None:
-        seconds = next(lengths)
-        now[0] += seconds
-        stolen[0] += next(lost) * seconds * 4
+        taken, share = next(runs)
+        now[0] += taken
+        stolen[0] += share * taken * 4
 
-    assert alternate([Variant("one", run)], 1, 1, torch.device("cpu")) == {"one": {0: 2.0}}
-
-
-def test_the_sample_that_lost_least_counts_where_none_was_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, stolen, lengths = [0.0], [0.0], iter([1.0, *range(10, 10 + timing.TRIES)])
-    monkeypatch.setattr(timing, "stolen_s", lambda: stolen[0])
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-
-    def run() -> None:
-        now[0] += next(lengths)
-        stolen[0] += 1.0 if now[0] > 2 else 0.0
-
-    samples = alternate([Variant("one", run)], 1, 1, torch.device("cpu"))
-    assert samples == {"one": {0: 10.0 + timing.TRIES - 1}}
+    assert alternate([Variant("one", run)], 1, 1, torch.device("cpu")) == {"one": {0: counts}}
 
 
 def test_two_faces_share_weights_and_nothing_else() -> None:
