@@ -23,6 +23,30 @@ ASK_TIMEOUT_S = 600.0
 LOG_LINES = 40
 
 
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """Settings that benchmarks over peers share.
+
+    kv_mib: size of each peer's cache; environments: the directory that scripts/peers-environment made
+    """
+
+    kv_mib: int = 2048
+    threads: int = 2
+    seed: int = 0
+    environments: Path = ROOT / ".peers"
+
+    def config(self, model: Path, dtype: str, longest: int, askers: int) -> dict[str, Any]:
+        """Return a worker's configuration. longest: tokens of the longest prompt with its answer"""
+        return {
+            "model": str(model),
+            "dtype": dtype,
+            "threads": self.threads,
+            "kv_bytes": self.kv_mib << 20,
+            "max_tokens": -(-longest // 256) * 256,
+            "askers": askers,
+        }
+
+
 class PeerError(RagCacheError):
     """A peer did not start, died, or reported an error."""
 

@@ -29,7 +29,7 @@ from ragcache_llamacpp.reading import Reading, prefill
 
 class RagCacheLlamaWorker:
     def __init__(self, config: dict[str, Any]) -> None:
-        self._settings = f"n_ctx={config['cells']},threads={config['threads']},parallel={config['askers']}"
+        self._settings = f"n_ctx={config['max_tokens']},threads={config['threads']},parallel={config['askers']}"
         self._lm = load(config["gguf"], f"llama.cpp:{self._settings}")
         self._encoder = ModelEncoder(self._lm)
         self._method = get_method("reposition")
