@@ -59,7 +59,7 @@ class PeerSpec:
     environment: name of its environment's directory; None: the Python that runs this
     variants:    the variants to run, first the variant that others are compared with
     title:       name in the tables; "": `name`
-    slow:        whether it is asked only a few questions
+    slow:        whether it is asked only a few questions, and none at the times of a log
     """
 
     name: str
@@ -132,14 +132,13 @@ class PeerProcess:
         return float(self._request({"do": "read", "passages": passages}, ASK_TIMEOUT_S)["seconds"])
 
     def ask(self, variant: str, prompts: Sequence[dict[str, Any]], tokens: int) -> list[Answer]:
-        request = {"do": "ask", "variant": variant, "prompts": prompts, "tokens": tokens}
-        return [Answer(**answer) for answer in self._request(request, ASK_TIMEOUT_S)["answers"]]
+        return self.replay(variant, prompts, [tokens] * len(prompts), [0.0] * len(prompts))
 
     def replay(
         self, variant: str, prompts: Sequence[dict[str, Any]], tokens: Sequence[int], at: Sequence[float]
     ) -> list[Answer]:
         """Send the prompts `at` seconds from now, and return the answers; their seconds count from that time."""
-        request = {"do": "replay", "variant": variant, "prompts": prompts, "tokens": tokens, "at": at}
+        request = {"do": "ask", "variant": variant, "prompts": prompts, "tokens": tokens, "at": at}
         return [Answer(**answer) for answer in self._request(request, at[-1] + ASK_TIMEOUT_S)["answers"]]
 
     def peak_bytes(self) -> int:

@@ -46,7 +46,7 @@ from ragcache_plan.replay import SimulatedTier
 OURS, PREFIXES = "passages and prefixes", "prefix cache"
 OURS_LIVE = "ragcache reposition"
 SERVER = PeerSpec("ragcache-server", "ragcache_server_worker", None, ("reposition",), "ragcache serve,")
-PEERS = {**ENGINES, SERVER.name: SERVER}
+PEERS = {spec.name: spec for spec in (*ENGINES.values(), SERVER) if not spec.slow}
 ALONE = 10
 """Requests that are answered one after another, to measure the wait of a single asker."""
 TWICE = 2.0

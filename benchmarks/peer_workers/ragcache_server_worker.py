@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import ragcache as rc
-from benchmarks.peer_workers.channel import Answer, Prompt, replay_by, serve
+from benchmarks.peer_workers.channel import Answer, Prompt, Worker, ask_by, serve
 
 MOST_AT_ONCE = 64
 MOST_DOCUMENTS = 8
@@ -32,7 +32,7 @@ MOST_DOCUMENTS = 8
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
-class RagCacheServerWorker:
+class RagCacheServerWorker(Worker):
     """A worker whose variants are names of methods."""
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -60,13 +60,8 @@ class RagCacheServerWorker:
         for start in range(0, len(passages), MOST_DOCUMENTS):
             self._answer("reposition", Prompt(passages[start : start + MOST_DOCUMENTS], [0]), 1, time.perf_counter())
 
-    def ask(self, variant: str, prompts: Sequence[Prompt], tokens: int) -> list[Answer]:
-        return self.replay(variant, prompts, [tokens] * len(prompts), [0.0] * len(prompts))
-
-    def replay(
-        self, variant: str, prompts: Sequence[Prompt], tokens: Sequence[int], at: Sequence[float]
-    ) -> list[Answer]:
-        return replay_by(partial(self._answer, variant), prompts, tokens, at, MOST_AT_ONCE)
+    def ask(self, variant: str, prompts: Sequence[Prompt], tokens: Sequence[int], at: Sequence[float]) -> list[Answer]:
+        return ask_by(partial(self._answer, variant), prompts, tokens, at, MOST_AT_ONCE)
 
     def _answer(self, variant: str, prompt: Prompt, tokens: int, started: float) -> Answer:
         first_s, ids, found = 0.0, list[int](), 0
