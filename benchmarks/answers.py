@@ -21,11 +21,10 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from hashlib import sha256
 from itertools import chain, islice, zip_longest
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -161,36 +160,31 @@ def with_neighbours(
     These are the `count` passages of the whole set with the most similar embeddings, the most similar last, without
     copies, as a store of the set would read the passage after them.
     """
-    found = {}
-    for source, cases in questions.items():
-        pool = {passage.rendered(): None for case in choose(source, directory, seed) for passage in case.passages}
-        texts = list(pool | {passage.rendered(): None for case in cases for passage in case.passages})
-        places = {text: place for place, text in enumerate(texts)}
-        vectors = np.asarray(embedder.embed(texts), np.float32)
-        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-
-        tokens = cache(partial(_tokens, lm, texts))
-
-        def behind(
-            passage: CasePassage,
-            texts: Sequence[str] = texts,
-            vectors: Any = vectors,
-            places: Any = places,
-            tokens: Any = tokens,
-        ) -> CasePassage:
-            own = places[passage.rendered()]
-            scores = vectors @ vectors[own]
-            scores[own] = -np.inf
-            others = ((texts[place], tokens(place)) for place in np.argsort(-scores)[: len(texts) - 1])
-            nearest = list(islice(without_copies(tokens(own), others), count))
-            return passage._replace(behind=tuple(nearest[::-1]))
-
-        found[source] = [replace(case, passages=tuple(map(behind, case.passages))) for case in cases]
-    return found
+    return {
+        source: _among(choose(source, directory, seed), cases, count, embedder, lm)
+        for source, cases in questions.items()
+    }
 
 
-def _tokens(lm: rc.LanguageModel, texts: Sequence[str], place: int) -> list[int]:
-    return encode_text(lm.tokenizer, texts[place])
+def _among(
+    whole: Sequence[Case], cases: Sequence[Case], count: int, embedder: Embedder, lm: rc.LanguageModel
+) -> list[Case]:
+    """Return `cases` with the neighbours of each passage among the passages of the whole set."""
+    texts = list(dict.fromkeys(passage.rendered() for case in (*whole, *cases) for passage in case.passages))
+    places = {text: place for place, text in enumerate(texts)}
+    vectors = np.asarray(embedder.embed(texts), np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    tokens = cache(lambda place: encode_text(lm.tokenizer, texts[place]))
+
+    def behind(passage: CasePassage) -> CasePassage:
+        own = places[passage.rendered()]
+        scores = vectors @ vectors[own]
+        scores[own] = -np.inf
+        others = ((texts[place], tokens(place)) for place in np.argsort(-scores)[: len(texts) - 1])
+        nearest = list(islice(without_copies(tokens(own), others), count))
+        return passage._replace(behind=tuple(nearest[::-1]))
+
+    return [replace(case, passages=tuple(map(behind, case.passages))) for case in cases]
 
 
 def in_turn(questions: dict[str, list[Case]]) -> Iterator[Case]:

@@ -11,7 +11,6 @@ import statistics
 import time
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -34,8 +33,6 @@ THEIRS = "transformers: generate"
 @dataclass(frozen=True)
 class Settings(ModelSettings):
     """context: tokens in the cache when decoding starts. tokens: number of tokens that are decoded."""
-
-    benchmark: ClassVar[str] = "decode"
 
     context: int = 5000
     tokens: int = 32

@@ -37,7 +37,7 @@ ROWS = (
     ("ttft", "reposition: memory tier / transformers: full prefill", "memory tier / full prefill", 0.13),
     ("ttft", "reposition: disk, warm page cache / transformers: full prefill", "disk, warm / full prefill", 0.6),
     ("ttft", "reposition: disk, cold page cache / transformers: full prefill", "disk, cold / full prefill", 1.05),
-    ("vllm", "in vLLM: reposition / full prefill", "inside vLLM, disk, warm / vLLM's full prefill", None),
+    ("vllm_placing", "in vLLM: reposition / full prefill", "inside vLLM, disk, warm / vLLM's full prefill", None),
     ("decode", "ragcache / transformers: generate, tokens/s", "decode of one, tokens/s / transformers", 2.5),
 )
 NO_GRAPHS = {GRAPH_MEMORY: "0"}

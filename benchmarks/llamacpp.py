@@ -11,13 +11,12 @@ faster on a CPU, and without it, which decodes faster; the better of both counts
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers_processes import ROOT, PeerProcess, PeerSpec
+from benchmarks.peers_processes import PeerProcess, PeerSpec, WorkerSettings
 from benchmarks.report import Goal, Result
 from benchmarks.runner import Run
 from benchmarks.timing import Ratio, Timing
@@ -36,7 +35,7 @@ GOALS = (
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(WorkerSettings):
     """passages x tokens of context, then suffix tokens; answer: tokens decoded
 
     model:  a GGUF file
@@ -53,26 +52,13 @@ class Settings:
     pairs: int = 10
     askers: int = 8
     bursts: int = 2
-    kv_mib: int = 2048
-    threads: int = 2
-    seed: int = 0
 
 
-def measure(settings: Settings, run: Run) -> Iterator[Result]:
+def measure(settings: Settings, run: Run) -> Result:
     draw = random.Random(settings.seed)
     vocab_size = int(read_header(settings.model).keys["tokenizer.ggml.tokens"]) // 2
     prompt = settings.passages * settings.tokens + settings.suffix + settings.answer
-    cells = -(-prompt * 2 // 256) * 256
-    config = {
-        "gguf": str(settings.model.absolute()),
-        "model": "",
-        "dtype": "bfloat16",
-        "threads": settings.threads,
-        "kv_bytes": settings.kv_mib << 20,
-        "max_tokens": cells,
-        "cells": cells,
-        "askers": settings.askers,
-    }
+    config = settings.config(settings.model.absolute(), "bfloat16", 2 * prompt, settings.askers)
 
     def ids(count: int) -> list[int]:
         return [draw.randrange(vocab_size) for _ in range(count)]
@@ -84,9 +70,9 @@ def measure(settings: Settings, run: Run) -> Iterator[Result]:
     with ExitStack() as stack:
         peers = []
         for spec in (OURS, *THEIRS):
-            own = {**config, "flash": spec is THEIRS[1]}
+            own = {**config, "flash": spec is THEIRS[1], "gguf": config["model"]}
             directory = run.workdir / spec.name.replace(", ", "-")
-            peers.append(stack.enter_context(PeerProcess(spec, ROOT, own, directory)))
+            peers.append(stack.enter_context(PeerProcess(spec, settings.environments, own, directory)))
         ours, *theirs = peers
         ours.read(pool)
         for peer, variant in ((ours, "memory"), (ours, "disk"), *((one, "") for one in theirs)):
@@ -111,18 +97,9 @@ def measure(settings: Settings, run: Run) -> Iterator[Result]:
             alone_s = min(max(one.total_s for one in peer.ask("", asked, settings.answer)) for peer in theirs)
             ratios[ASKERS].append(alone_s / own_s)
         ratios[MEMORY].append(ours.peak_bytes() / min(peer.peak_bytes() for peer in theirs))
-        figures = {"peak_bytes": {peer.spec.name: peer.peak_bytes() for peer in peers}, "cells": cells}
+        figures = {"peak_bytes": {peer.spec.name: peer.peak_bytes() for peer in peers}, "cells": config["max_tokens"]}
     found = {name: Ratio.of(values) for name, values in ratios.items() if values}
     applies = (settings.passages, settings.tokens, settings.suffix, settings.askers) == (10, 500, 30, 8)
     goals = [Goal.of(what, kind, limit, found[what], applies) for what, kind, limit in GOALS if what in found]
     timings = {row: Timing.of(values) for row, values in seconds.items()}
-    yield run.result(timings, found, figures, goals)
-
-
-def markdown(found: Mapping[str, Any]) -> list[str]:
-    """Return the page of results/llamacpp.json."""
-    lines = ["# Inside llama.cpp", "", "| | over llama.cpp alone | goal |", "|---|---|---|"]
-    limits = {what: f"{kind} {limit:g}" for what, kind, limit in GOALS}
-    rows = [f"| {what} | {one['median']:.3f} ({one['pairs']} pairs) | {limits[what]} |"
-            for what, one in found["ratios"].items()]  # fmt: skip
-    return [*lines, *rows]
+    return run.result(timings, found, figures, goals)

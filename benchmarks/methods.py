@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from benchmarks import plain
 from benchmarks.reading import checked, distance, first_token, in_hand, random_prompt, truncate
 from benchmarks.report import Goal, Result
 from benchmarks.runner import Run
-from benchmarks.shapes import Built, ModelSettings, build
+from benchmarks.shapes import Built, PromptSettings, build
 from benchmarks.timing import Ratio, Variant, alternate, ratio, summarise
 from ragcache.fusion import METHODS, get_method
 from ragcache.fusion.fuse import FuseOutput, block_recipe, encode, fuse
@@ -33,21 +33,12 @@ LONG_SHARE = 0.1  # a method that computes a larger share takes long, so it runs
 
 
 @dataclass(frozen=True)
-class Settings(ModelSettings):
+class Settings(PromptSettings):
     """passages x tokens of context, then suffix tokens. rounds: rounds of short variants; long_rounds: rounds of full
     prefill and of methods that compute many tokens."""
 
-    benchmark: ClassVar[str] = "methods"
-
-    passages: int = 10
-    tokens: int = 500
-    suffix: int = 30
     rounds: int = 15
     long_rounds: int = 10
-
-    @property
-    def sizes(self) -> str:
-        return f"{self.passages}x{self.tokens}"
 
 
 def link_ids(settings: Settings, vocab_size: int) -> list[list[int]]:
@@ -168,8 +159,7 @@ def _variants(bench: Bench, counts: Mapping[str, Mapping[str, float]]) -> list[V
 
 
 def _goals(settings: Settings, ratios: Mapping[str, Ratio], figures: Mapping[str, float]) -> list[Goal]:
-    sizes = (settings.passages, settings.tokens, settings.suffix) == (10, 500, 30)
-    applies = sizes and (settings.shape, settings.dtype, settings.device) == ("SmolLM2-135M", "float32", "cpu")
+    applies = settings.has_goals_sizes and settings.has_cpu_goals
     wanted = [
         (f"a3, 0.15 / {FULL}", 0.25),
         (f"cacheblend, 0.15 / {FULL}", 0.25),

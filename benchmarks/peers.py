@@ -22,9 +22,9 @@ from typing import Any
 from benchmarks import peers_report
 from benchmarks.peer_workers.channel import Answer
 from benchmarks.peers_asking import REFERENCE, Run, Table
-from benchmarks.peers_processes import PEERS, ROOT, PeerProcess
+from benchmarks.peers_processes import PEERS, PeerProcess, WorkerSettings
 from benchmarks.peers_report import ANSWERS, GOALS, INSIDE, OURS
-from benchmarks.peers_streams import SCRIPTED_ANSWER_TOKENS, Sizes, Streams
+from benchmarks.peers_streams import Sizes, Streams
 from benchmarks.report import Goal, Result
 from benchmarks.runner import Run as Surroundings
 from benchmarks.shapes import SHAPES, write_checkpoint
@@ -32,26 +32,21 @@ from benchmarks.timing import Ratio, Samples, Theft, Timing, ratio
 from ragcache.errors import check_choice
 from ragcache.models.load import DTYPES
 
-STREAMS = ("zipf", "conversations", "askers")
-
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(WorkerSettings):
     """passages x tokens of context, then suffix tokens; answer: tokens decoded
 
-    dtypes:   the first dtype gets all streams, others `new`, `again` and `random` only
-    more:     further streams of the first dtype
-    rounds:   rounds of new and again; questions: questions of random and zipf; conversations x turns
+    rounds:   rounds of new and again; questions: questions of random
     slow_rounds: rounds of each stream for peers that take 10 s per prompt and decide no goal
-    pool:     passages known beforehand; zipf: exponent of their popularity
-    askers:   questions at the same moment, in each of `bursts` bursts
+    pool:     passages known beforehand
+    askers:   questions at the same moment, in each of `bursts` bursts under the first of the dtypes
     kv_mib:   size of each peer's cache
     environments: the directory that scripts/peers-environment made
     """
 
     peers: tuple[str, ...] = tuple(PEERS)
     dtypes: tuple[str, ...] = ("bfloat16", "float32")
-    more: tuple[str, ...] = STREAMS
     shape: str = "SmolLM2-135M"
     passages: int = 10
     tokens: int = 500
@@ -60,28 +55,19 @@ class Settings:
     rounds: int = 10
     slow_rounds: int = 3
     questions: int = 10
-    conversations: int = 4
-    turns: int = 3
     pool: int = 20
-    zipf: float = 1.0
     askers: int = 8
     bursts: int = 10
-    kv_mib: int = 2048
-    threads: int = 2
-    seed: int = 0
-    environments: Path = ROOT / ".peers"
 
     def __post_init__(self) -> None:
         for name in self.peers:
             check_choice("--peers", name, tuple(PEERS))
         for name in self.dtypes:
             check_choice("--dtypes", name, tuple(DTYPES))
-        for name in self.more:
-            check_choice("--more", name, STREAMS)
 
 
-def ask_everything(table: Table, settings: Settings, streams: Streams, more: Sequence[str]) -> None:
-    """Ask the questions of the streams that every dtype gets, then those of `more`.
+def ask_everything(table: Table, settings: Settings, streams: Streams, bursts: int) -> None:
+    """Ask the questions of all streams, then this many bursts of askers.
 
     Rows that can keep nothing between questions are asked in the stream `new` only: transformers in all others, and
     `full` over passages in an order that was not requested before.
@@ -94,52 +80,27 @@ def ask_everything(table: Table, settings: Settings, streams: Streams, more: Seq
         table.ask("again", number, streams.again(number), leave_out=[REFERENCE])
     for number, question in enumerate(streams.random(settings.questions)):
         table.ask("random", number, question, leave_out=[REFERENCE, "ragcache full"])
-    for number, question in enumerate(streams.zipf(settings.questions if "zipf" in more else 0)):
-        table.ask("zipf", number, question, leave_out=[REFERENCE, "ragcache full"])
-    conversations = streams.conversations(settings.conversations, settings.turns) if "conversations" in more else []
-    for turn, questions in enumerate(conversations):
-        for number, question in enumerate(questions):
-            at = number * (settings.turns - 1) + turn - 1 if turn else number
-            table.ask("later turn" if turn else "first turn", at, question, leave_out=[REFERENCE])
-    if "askers" in more:
-        ask_together(table, settings, streams)
-
-
-def ask_together(table: Table, settings: Settings, streams: Streams) -> None:
     last, count = settings.rounds - 1, settings.askers
-    for burst in range(settings.bursts):
+    for burst in range(bursts):
         askers = range(1 + burst * count, 1 + (burst + 1) * count)
         over_the_same = [streams.again(last, asker) for asker in askers]
         table.ask_together("again", burst, over_the_same, leave_out=[REFERENCE, "ragcache link"])
-    for burst in range(settings.bursts):
+    for burst in range(bursts):
         elsewhere = streams.random(count, f"askers {burst}")
         left_out = [REFERENCE, "ragcache full", "ragcache link"]
         table.ask_together("random", burst, elsewhere, leave_out=left_out)
 
 
-def run_dtype(settings: Settings, dtype: str, more: Sequence[str], workdir: Path, streams: Streams) -> Run:
+def run_dtype(settings: Settings, dtype: str, bursts: int, workdir: Path, streams: Streams) -> Run:
     table = Table(Run(dtype), streams, settings.answer, settings.slow_rounds)
-    config = {
-        "model": str(workdir / "model"),
-        "dtype": dtype,
-        "threads": settings.threads,
-        "kv_bytes": settings.kv_mib << 20,
-        "max_tokens": longest(settings),
-        "askers": settings.askers,
-    }
+    longest = settings.passages * settings.tokens + settings.suffix + settings.answer
+    config = settings.config(workdir / "model", dtype, longest, settings.askers)
     with ExitStack() as stack:
         for name in settings.peers:
             own = settings.environments.resolve(), config, workdir / f"{dtype}-{name}"
             table.start(name, partial(PeerProcess, PEERS[name], *own), stack)
-        ask_everything(table, settings, streams, more)
+        ask_everything(table, settings, streams, bursts)
     return table.run
-
-
-def longest(settings: Settings) -> int:
-    """Return the tokens of the longest prompt with its answer, rounded up to a multiple of 256."""
-    turns = settings.turns * (settings.suffix + SCRIPTED_ANSWER_TOKENS)
-    tokens = settings.passages * settings.tokens + turns + settings.answer
-    return -(-tokens // 256) * 256
 
 
 def measure(settings: Settings, run: Surroundings) -> Iterator[Result]:
@@ -149,7 +110,7 @@ def measure(settings: Settings, run: Surroundings) -> Iterator[Result]:
     streams = Streams(sizes_of(settings))
     runs: list[Run] = []
     for dtype in settings.dtypes:
-        runs.append(run_dtype(settings, dtype, () if runs else settings.more, run.workdir, streams))
+        runs.append(run_dtype(settings, dtype, 0 if runs else settings.bursts, run.workdir, streams))
         ratios = {name: found for one in runs for name, found in ratios_of(one)}
         timings = {f"{one.dtype}, {cell}: {row}": timing for one in runs for cell, row, timing in timings_of(one)}
         figures = {"dtypes": {one.dtype: figures_of(one) for one in runs}}
@@ -165,7 +126,7 @@ def markdown(found: Mapping[str, Any]) -> list[str]:
 
 def sizes_of(settings: Settings) -> Sizes:
     vocab_size = int(SHAPES[settings.shape]["vocab_size"])
-    names = ("passages", "tokens", "suffix", "pool", "zipf", "seed")
+    names = ("passages", "tokens", "suffix", "pool", "seed")
     return Sizes(vocab_size=vocab_size, **{name: getattr(settings, name) for name in names})
 
 

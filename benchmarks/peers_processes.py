@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from benchmarks.peer_workers.channel import Answer
@@ -22,6 +21,30 @@ ROOT = Path(__file__).parent.parent
 START_TIMEOUT_S = 900.0  # vLLM compiles at its first start
 ASK_TIMEOUT_S = 600.0
 LOG_LINES = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """Settings that benchmarks over peers share.
+
+    kv_mib: size of each peer's cache; environments: the directory that scripts/peers-environment made
+    """
+
+    kv_mib: int = 2048
+    threads: int = 2
+    seed: int = 0
+    environments: Path = ROOT / ".peers"
+
+    def config(self, model: Path, dtype: str, longest: int, askers: int) -> dict[str, Any]:
+        """Return a worker's configuration. longest: tokens of the longest prompt with its answer"""
+        return {
+            "model": str(model),
+            "dtype": dtype,
+            "threads": self.threads,
+            "kv_bytes": self.kv_mib << 20,
+            "max_tokens": -(-longest // 256) * 256,
+            "askers": askers,
+        }
 
 
 class PeerError(RagCacheError):
@@ -36,7 +59,7 @@ class PeerSpec:
     environment: name of its environment's directory; None: the Python that runs this
     variants:    the variants to run, first the variant that others are compared with
     title:       name in the tables; "": `name`
-    slow:        whether it is asked only a few questions
+    slow:        whether it is asked only a few questions, and none at the times of a log
     """
 
     name: str
@@ -109,14 +132,13 @@ class PeerProcess:
         return float(self._request({"do": "read", "passages": passages}, ASK_TIMEOUT_S)["seconds"])
 
     def ask(self, variant: str, prompts: Sequence[dict[str, Any]], tokens: int) -> list[Answer]:
-        request = {"do": "ask", "variant": variant, "prompts": prompts, "tokens": tokens}
-        return [Answer(**answer) for answer in self._request(request, ASK_TIMEOUT_S)["answers"]]
+        return self.replay(variant, prompts, [tokens] * len(prompts), [0.0] * len(prompts))
 
     def replay(
         self, variant: str, prompts: Sequence[dict[str, Any]], tokens: Sequence[int], at: Sequence[float]
     ) -> list[Answer]:
         """Send the prompts `at` seconds from now, and return the answers; their seconds count from that time."""
-        request = {"do": "replay", "variant": variant, "prompts": prompts, "tokens": tokens, "at": at}
+        request = {"do": "ask", "variant": variant, "prompts": prompts, "tokens": tokens, "at": at}
         return [Answer(**answer) for answer in self._request(request, at[-1] + ASK_TIMEOUT_S)["answers"]]
 
     def peak_bytes(self) -> int:
@@ -140,9 +162,7 @@ class PeerProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _request(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:

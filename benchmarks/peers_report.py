@@ -22,6 +22,7 @@ GOALS = (
     (f"bfloat16, again, askers, {ANSWERS}: {INSIDE} / vllm", "at least", 0.9),
     (f"bfloat16, random, askers, {ANSWERS}: {INSIDE} / vllm", "at least", 5.0),
 )
+# Streams by name; peers.json has three that are not asked any more.
 CELLS = {
     "new": "new passages",
     "again": "the same again",
@@ -45,19 +46,14 @@ def markdown(found: Mapping[str, Any]) -> list[str]:
 
 
 def _sizes(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence with the sizes of the run. An older file has no bursts."""
-    more = ""
-    if "bursts" in settings:
-        more = (
-            f", {settings['bursts']} bursts of {settings['askers']} askers; transformers and llama.cpp, which are "
-            f"slow, the first {settings['slow_rounds']} of each"
-        )
+    """Yield a sentence with the sizes of the run."""
     yield (
         f"{settings['shape']} shape, random weights, {settings['passages']} passages of {settings['tokens']} tokens, "
         f"{settings['suffix']} of question and {settings['answer']} of answer; {settings['rounds']} rounds of new "
-        f"passages and of the same again, {settings['questions']} questions each of random and Zipf passages "
-        f"(exponent {settings['zipf']:g}) out of {settings['pool']}, {settings['conversations']} conversations of "
-        f"{settings['turns']} turns{more}. {settings['threads']} threads, {settings['kv_mib']:,} MiB of cache each."
+        f"passages and of the same again, {settings['questions']} questions of random passages out of "
+        f"{settings['pool']}, {settings['bursts']} bursts of {settings['askers']} askers; transformers and llama.cpp, "
+        f"which are slow, the first {settings['slow_rounds']} of each. {settings['threads']} threads, "
+        f"{settings['kv_mib']:,} MiB of cache each."
     )
 
 
@@ -123,11 +119,7 @@ def _together(dtype: str, figures: Mapping[str, Any]) -> Iterator[str]:
     yield f"{dtype}: {askers} askers at the same moment, answers/s, and in brackets the last one's first token in ms,"
     yield "medians of bursts:"
     yield ""
-    yield from _header("", [CELLS[cell] for cell in cells])
-    for row in _rows(cells):
-        values = [rows.get(row) for rows in cells.values()]
-        texts = ["-" if v is None else f"{v['answers_per_s']:.2f} ({1000 * v['first_s_max']:,.0f})" for v in values]
-        yield f"| {row} | " + " | ".join(texts) + " |"
+    yield from _table(cells, lambda value: f"{value['answers_per_s']:.2f} ({1000 * value['first_s_max']:,.0f})")
 
 
 def _verdicts(dtypes: Mapping[str, Any], ratios: Mapping[str, Any]) -> Iterator[str]:

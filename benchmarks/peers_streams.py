@@ -2,11 +2,9 @@
 
 new, again       passages that no peer has read, then another question over the same passages in the same order
 random           passages drawn evenly from a pool
-zipf             passages drawn from the pool by Zipf's law, in the order as drawn
-conversation     several conversations, which take turns; the passages stay, the prompt grows by question and answer
 
 The pool's passages are known beforehand, as those of a RAG application are: a peer that can read passages ahead of the
-questions does so. Answers in a conversation are scripted, so that its prompts do not depend on the peer.
+questions does so.
 """
 
 from __future__ import annotations
@@ -14,8 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-
-SCRIPTED_ANSWER_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,6 @@ class Sizes:
     suffix: int
     pool: int
     vocab_size: int
-    zipf: float
     seed: int
 
 
@@ -62,28 +57,10 @@ class Streams:
         return Question(self.new(number).passages, self._suffix(f"again {asker}", number))
 
     def random(self, count: int, label: str = "random") -> list[Question]:
-        return [self._drawn(label, number, None) for number in range(count)]
+        return [self._drawn(label, number) for number in range(count)]
 
-    def zipf(self, count: int) -> list[Question]:
-        """Return questions that draw the n-th passage of the pool in proportion to n ** -zipf."""
-        weights = np.arange(1, self.sizes.pool + 1, dtype=np.float64) ** -self.sizes.zipf
-        return [self._drawn("zipf", number, weights / weights.sum()) for number in range(count)]
-
-    def conversations(self, count: int, turns: int) -> list[list[Question]]:
-        """Return, for each turn, a question of each conversation."""
-        starts = self.random(count, "conversation")
-        return [[self._turn(start, number, turn) for number, start in enumerate(starts)] for turn in range(turns)]
-
-    def _turn(self, start: Question, conversation: int, turn: int) -> Question:
-        said = list(start.suffix)
-        for number in range(1, turn + 1):
-            said += self._ids(f"answer {conversation}", number, SCRIPTED_ANSWER_TOKENS)
-            said += self._suffix(f"turn {conversation}", number)
-        return Question(start.passages, tuple(said))
-
-    def _drawn(self, label: str, number: int, weights: np.ndarray | None) -> Question:
-        sizes = self.sizes
-        chosen = self._generator(label, number).choice(sizes.pool, sizes.passages, replace=False, p=weights)
+    def _drawn(self, label: str, number: int) -> Question:
+        chosen = self._generator(label, number).choice(self.sizes.pool, self.sizes.passages, replace=False)
         return Question(tuple(int(one) for one in chosen), self._suffix(label, number))
 
     def _suffix(self, label: str, number: int) -> tuple[int, ...]:

@@ -127,23 +127,8 @@ def draw_week(found: Found) -> Figure:
     return figure
 
 
-def draw_context(found: Found) -> Figure:
-    """Draw the share of the prompts' tokens that is found, over the day's requests."""
-    figure = Figure(figsize=(6, 3), layout="constrained", facecolor="white")
-    ax = figure.subplots()
-    for colour, (way, series) in zip((OURS, THEIRS), found["figures"]["series"].items(), strict=True):
-        ax.plot(range(1, len(series) + 1), [100 * share for share in series], color=colour, label=way)
-    ax.set_xlabel("requests of the day", fontsize=9)
-    ax.set_title("Prompt tokens found, %, mean of six requests", fontsize=10)
-    ax.set_ylim(-2, 100)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(fontsize=8, loc="center right")
-    return figure
-
-
 DRAWN: dict[str, Callable[[Found], Figure]] = {
     "answers": draw_answers,
-    "context": draw_context,
     "ttft": draw_ttft,
     "week": draw_week,
 }

@@ -46,20 +46,13 @@ class Goal:
         return cls(what, kind, limit, ratio.median, applies, ratio.pairs, ratio.low, ratio.high)
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any], ratios: Mapping[str, Any]) -> Goal:
-        """Read a goal of a result's file. An older file names its pairs only among the ratios."""
-        fields = {name: found.get(name) for name in cls.__dataclass_fields__}
-        fields["pairs"] = found.get("pairs", ratios.get(found["what"], {}).get("pairs"))
-        return cls(**fields)  # type: ignore[arg-type]
+    def from_json(cls, found: Mapping[str, Any]) -> Goal:
+        """Read a goal of a result's file."""
+        return cls(**{name: found.get(name) for name in cls.__dataclass_fields__})  # type: ignore[arg-type]
 
     def holds(self, value: float) -> bool:
         """Return whether a value is on the right side of the limit."""
         return value <= self.limit if self.kind == "at most" else value >= self.limit
-
-    @property
-    def within(self) -> bool:
-        """Return whether the measured number keeps the limit. `verdict` says how reliable that is."""
-        return self.holds(self.measured)
 
     def verdict(self, hardware: Mapping[str, Any]) -> str:
         """Return "met" or "missed", if the run can decide and the limit is outside the interval.
@@ -68,32 +61,28 @@ class Goal:
         """
         if not self.applies:
             return "other sizes than the goal's"
-        if doubts := [*self._doubts_of_time(hardware), *_doubts_of_code(hardware)]:
+        if doubts := list(self._doubts(hardware)):
             return f"to be measured again: {', '.join(doubts)}"
         if self.low is not None and self.high is not None and self.holds(self.low) != self.holds(self.high):
             return f"open: the limit is within {self.low:.4g} to {self.high:.4g}"
-        return "met" if self.within else "missed"
+        return "met" if self.holds(self.measured) else "missed"
 
-    def _doubts_of_time(self, hardware: Mapping[str, Any]) -> Iterator[str]:
-        if self.pairs is None:
-            return
-        if self.pairs < LEAST_PAIRS:
-            yield f"{self.pairs} pair{'s' if self.pairs != 1 else ''}"
-        before, after = hardware["load_1min"], hardware.get("load_after_1min")
+    def _doubts(self, hardware: Mapping[str, Any]) -> Iterator[str]:
+        if self.pairs is not None:
+            yield from self._doubts_of_time(self.pairs, hardware)
+        if not hardware["clean"]:
+            yield "uncommitted changes"
+
+    def _doubts_of_time(self, pairs: int, hardware: Mapping[str, Any]) -> Iterator[str]:
+        if pairs < LEAST_PAIRS:
+            yield f"{pairs} pair{'s' if pairs != 1 else ''}"
+        before, after = hardware["load_1min"], hardware["load_after_1min"]
         if before > MOST_LOAD:
             yield f"load {before:g} before"
-        if after is None:
-            yield "load after unknown"
-        elif after > hardware["threads"] + MOST_LOAD_AFTER:
+        if after > hardware["threads"] + MOST_LOAD_AFTER:
             yield f"load {after:g} after"
-        if (stolen := hardware.get("stolen_share")) is not None and stolen > MOST_STOLEN:
+        if (stolen := hardware["stolen_share"]) is not None and stolen > MOST_STOLEN:
             yield f"the host took {stolen:.0%} of the processors' time"
-
-
-def _doubts_of_code(hardware: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a doubt if the code was not the commit's; older files say so only in the commit's name."""
-    if not hardware.get("clean", not str(hardware["commit"]).endswith("-dirty")):
-        yield "uncommitted changes"
 
 
 @dataclass(frozen=True)
@@ -158,7 +147,7 @@ def goal_lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 def goals_of(found: Mapping[str, Any]) -> list[Goal]:
     """Return the goals in a result's file."""
-    return [Goal.from_json(one, found["ratios"]) for one in found["goals"]]
+    return [Goal.from_json(one) for one in found["goals"]]
 
 
 def goal_line(goal: Goal, hardware: Mapping[str, Any]) -> str:

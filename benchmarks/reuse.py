@@ -8,14 +8,13 @@ part of the found tokens again, as `epic` does with the first tokens of each pie
 tokens.
 
 Then follow conversations: the most tokens that ran beyond a turn's own, over all turns from the second on, in a single
-process and with the store closed between turns; and the look-up alone, over 100,000 passages. The passages are sections
-of this repository's documentation. A run that was killed goes on with the next way to ask.
+process and with the store closed between turns. The passages are sections of this repository's documentation. A run
+that was killed goes on with the next way to ask.
 """
 
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,11 +42,10 @@ from benchmarks.report import Result, where_line
 from benchmarks.runner import Run
 from langchain_ragcache import ChatRagCache, create_fused_documents_chain
 from llama_index.llms.ragcache import RagCacheLLM
-from ragcache.engine.caches.content_index import EDGE, ContentIndex
+from ragcache.engine.caches.content_index import EDGE
 from ragcache.engine.kv_lookup import UNUSED, KVLookup, ResolvedKV
 from ragcache.engine.loader import COMPUTED
 from ragcache.engine.request import Request
-from ragcache.errors import RagCacheError
 from ragcache.kv.buffers import SharedContext
 from ragcache.models.language_model import LanguageModel
 from ragcache.prompt import encode_text
@@ -327,37 +325,15 @@ def late(
     return answer.usage.prompt_tokens, max(ran), 1 - sum(ran) / earlier
 
 
-def look_up(count: int) -> str:
-    """Return a sentence with the time to find 60 of `count` passages. Raises RagCacheError if any is not found."""
-    random = np.random.default_rng(0)
-    passages = random.integers(0, 49152, (count, 250))
-    index, times = ContentIndex(), list[float]()
-    index.add(enumerate(passages))
-    for _ in range(100):
-        chosen = random.integers(0, count, 60)
-        ids = np.concatenate(
-            [part for n in chosen for part in (random.integers(0, 49152, 15), passages[n][1:-1])]
-        ).tolist()
-        started = time.perf_counter()
-        found = index.find(ids)
-        times.append(time.perf_counter() - started)
-        if [one.name for one in found[:60]] != chosen.tolist():
-            raise RagCacheError("a passage was not found, or another one was")
-    return (
-        f"{len(ids)} tokens, {count} passages: median {np.median(times) * 1e3:.1f} ms, most {max(times) * 1e3:.1f} ms"
-    )
-
-
 @dataclass(frozen=True)
 class Settings:
     """model: bundled name or directory; ways: measure only ways whose names contain this text, and no conversations;
-    passages: number of passages, of `characters` characters; indexed: number of passages of the look-up"""
+    passages: number of passages, of `characters` characters"""
 
     model: str = "mini"
     ways: str = ""
     passages: int = 4
     characters: int = 700
-    indexed: int = 100_000
 
 
 WAYS: tuple[tuple[str, Ask, Keep | None, Ask | None], ...] = (
@@ -387,7 +363,6 @@ def measure(settings: Settings, run: Run) -> Iterator[Result]:
     shares, conversations = list[Any](), list[Any]()
     found: dict[str, Any] = {"shares": shares, "conversations": conversations}
     found["passage_tokens"] = passage_tokens(lm, passages)
-    found["look_up"] = run.journal.once("look-up", lambda: look_up(settings.indexed))
     for name, ask, keep, before in WAYS:
         for method in METHODS if settings.ways in name else ():
             label = method or "by default"
@@ -431,4 +406,4 @@ def markdown(found: Mapping[str, Any]) -> list[str]:
     lines += ["", f"| {' | '.join(heads)} |", "|---|---|---|---|---|---|"] if figures["conversations"] else []
     for name, length, most, share_here, again, share_closed in figures["conversations"]:
         lines.append(f"| {name} | {length} | {most} | {share_here:.1%} | {again} | {share_closed:.1%} |")
-    return [*lines, "", f"Look-up: {figures['look_up']}"]
+    return lines

@@ -6,7 +6,7 @@ import copy
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -42,8 +42,6 @@ def _rope(theta: float) -> dict[str, Any]:
 class ModelSettings:
     """Settings that benchmarks over a model of random weights share: its shape, where it runs, and how often."""
 
-    benchmark: ClassVar[str]
-
     shape: str = "SmolLM2-135M"
     dtype: str = "float32"
     device: str = "cpu"
@@ -57,9 +55,33 @@ class ModelSettings:
         return ""
 
     @property
+    def has_cpu_goals(self) -> bool:
+        """Return whether model, dtype and device are those of the goals on a CPU."""
+        return (self.shape, self.dtype, self.device) == ("SmolLM2-135M", "float32", "cpu")
+
+    @property
     def name(self) -> str:
-        parts = (self.benchmark, self.shape, self.dtype, self.device.partition(":")[0], self.sizes)
+        benchmark = type(self).__module__.rpartition(".")[2]
+        parts = (benchmark, self.shape, self.dtype, self.device.partition(":")[0], self.sizes)
         return "-".join(part for part in parts if part)
+
+
+@dataclass(frozen=True)
+class PromptSettings(ModelSettings):
+    """Settings of benchmarks that read a prompt: passages x tokens of context, then suffix tokens."""
+
+    passages: int = 10
+    tokens: int = 500
+    suffix: int = 30
+
+    @property
+    def sizes(self) -> str:
+        return f"{self.passages}x{self.tokens}"
+
+    @property
+    def has_goals_sizes(self) -> bool:
+        """Return whether the sizes are those that goals are stated for."""
+        return (self.passages, self.tokens, self.suffix) == (10, 500, 30)
 
 
 VOCABULARY = 16384

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -18,32 +17,23 @@ from benchmarks.questions import RetrievalPhase, load_named
 from benchmarks.reading import Bench, agreement
 from benchmarks.report import Goal, Result
 from benchmarks.runner import Run
-from benchmarks.shapes import ModelSettings, build
+from benchmarks.shapes import PromptSettings, build
 from benchmarks.timing import Ratio, Samples, Variant, alternate, ratio, summarise
 
 
 @dataclass(frozen=True)
-class Settings(ModelSettings):
+class Settings(PromptSettings):
     """passages x tokens of context, then suffix tokens. rounds: rounds of short variants; long_rounds: of full prefill.
 
     vectors: number of chunks that retrieval searches; embedder: see `load_named`
     codecs:  further codecs, whose blocks are read from the memory tier and from a cold disk
     """
 
-    benchmark: ClassVar[str] = "ttft"
-
-    passages: int = 10
-    tokens: int = 500
-    suffix: int = 30
     rounds: int = 15
     long_rounds: int = 10
     vectors: int = 4000
     codecs: tuple[str, ...] = ()
     embedder: str = "minilm"
-
-    @property
-    def sizes(self) -> str:
-        return f"{self.passages}x{self.tokens}"
 
 
 def measure(settings: Settings, run: Run) -> Result:
@@ -118,15 +108,14 @@ def _ratios(samples: Samples, codecs: Sequence[str]) -> dict[str, Ratio]:
 
 
 def _goals(settings: Settings, ratios: dict[str, Ratio]) -> list[Goal]:
-    sizes = (settings.passages, settings.tokens, settings.suffix) == (10, 500, 30)
     if torch.device(settings.device).type == "cuda":
-        applies = sizes and settings.shape == "Llama-3.1-8B"
+        applies = settings.has_goals_sizes and settings.shape == "Llama-3.1-8B"
         wanted = [
             ("reposition: pinned host memory / transformers: full prefill", 0.04),
             ("reposition: device memory / floor", 1.3),
         ]
     else:
-        applies = sizes and (settings.shape, settings.dtype) == ("SmolLM2-135M", "float32")
+        applies = settings.has_goals_sizes and settings.has_cpu_goals
         wanted = [
             ("reposition: context of an earlier question / floor", 1.10),
             ("reposition: memory tier / floor", 1.10),

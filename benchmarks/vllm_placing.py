@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.report import Result
 from benchmarks.runner import Run
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, PromptSettings
 from benchmarks.timing import Ratio, Timing
 from ragcache.errors import RagCacheError
 from ragcache.fusion.layout import Span
@@ -39,21 +39,11 @@ LOADED, PREFILL = "in vLLM: reposition", "full prefill"
 
 
 @dataclass(frozen=True)
-class Settings:
-    """device: cpu or cuda; load: load blocks in the "step" that needs them, or "ahead" of it."""
+class Settings(PromptSettings):
+    """passages x tokens of context, then suffix tokens; load: when blocks are loaded, in the "step" that needs them or
+    "ahead" of it"""
 
-    shape: str = "SmolLM2-135M"
-    dtype: str = "float32"
-    device: str = "cpu"
     load: str = "step"
-    passages: int = 10
-    tokens: int = 500
-    suffix: int = 30
-    rounds: int = 10
-
-    @property
-    def name(self) -> str:
-        return f"vllm-{self.shape}-{self.dtype}-{self.device}-{self.passages}x{self.tokens}"
 
 
 def write_model(where: Path, shape: str, dtype: str) -> CacheShape:
@@ -117,7 +107,7 @@ def measure(settings: Settings, run: Run) -> Result:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, on a CPU
     ends = list(accumulate([settings.tokens] * settings.passages, initial=0))
     layout = RequestLayout(tuple(Span(start, stop) for start, stop in pairwise(ends)))
-    numbers = random.Random(0)
+    numbers = random.Random(settings.seed)
     ids = [numbers.randrange(3, 500) for _ in range(ends[-1] + settings.suffix)]
     shape = write_model(run.workdir / "model", settings.shape, settings.dtype)
     store = StoreLayout(run.workdir / "kb")

@@ -32,7 +32,7 @@ import numpy as np
 
 from benchmarks.peer_workers.channel import Answer
 from benchmarks.peers_processes import PEERS as ENGINES
-from benchmarks.peers_processes import ROOT, PeerError, PeerProcess, PeerSpec
+from benchmarks.peers_processes import ROOT, PeerError, PeerProcess, PeerSpec, WorkerSettings
 from benchmarks.report import Goal, Result, goal_lines, where_line
 from benchmarks.runner import Run
 from benchmarks.shapes import SHAPES, write_checkpoint
@@ -46,7 +46,7 @@ from ragcache_plan.replay import SimulatedTier
 OURS, PREFIXES = "passages and prefixes", "prefix cache"
 OURS_LIVE = "ragcache reposition"
 SERVER = PeerSpec("ragcache-server", "ragcache_server_worker", None, ("reposition",), "ragcache serve,")
-PEERS = {**ENGINES, SERVER.name: SERVER}
+PEERS = {spec.name: spec for spec in (*ENGINES.values(), SERVER) if not spec.slow}
 ALONE = 10
 """Requests that are answered one after another, to measure the wait of a single asker."""
 TWICE = 2.0
@@ -58,7 +58,7 @@ SYSTEM_FIRST = ("system", *REUSED)
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(WorkerSettings):
     """rooms: sizes of the passages' cache, in tokens; prefix_room: size of the system prompts' cache, in tokens
     requests: number of requests to replay, from `start` seconds on; 0: none. answer: most tokens of an answer
     speeds: multiples of the log's own speed, rising
@@ -77,10 +77,6 @@ class Settings:
     peers: tuple[str, ...] = ("ragcache", SERVER.name, "vllm", "ragcache-vllm")
     shape: str = "SmolLM2-135M"
     dtype: str = "float32"
-    kv_mib: int = 2048
-    threads: int = 2
-    seed: int = 0
-    environments: Path = ROOT / ".peers"
 
     def __post_init__(self) -> None:
         for name in self.peers:
@@ -220,14 +216,7 @@ def replay(settings: Settings, requests: Sequence[LoggedRequest], run: Run) -> d
     known = _ingested(due, settings) if settings.ingested else []
     rows: dict[str, Any] = {}
     missing: dict[str, str] = {}
-    config = {
-        "model": str(run.workdir / "model"),
-        "dtype": settings.dtype,
-        "threads": settings.threads,
-        "kv_bytes": settings.kv_mib << 20,
-        "max_tokens": -(-longest // 256) * 256,
-        "askers": 8,
-    }
+    config = settings.config(run.workdir / "model", settings.dtype, longest, 8)
     for name in settings.peers:
         variant = PEERS[name].variants[0]
         row = PEERS[name].labels()[variant]

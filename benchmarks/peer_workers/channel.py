@@ -15,8 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 
 @dataclass(frozen=True)
@@ -46,27 +45,23 @@ class Answer:
     reused: int
 
 
-class Worker(Protocol):
+class Worker:
     def about(self) -> dict[str, Any]:
         """Return the versions and settings of the running peer."""
-        ...
+        raise NotImplementedError
 
     def read(self, passages: Sequence[Sequence[int]]) -> None:
         """Read passages one by one, ahead of all questions; a peer that cannot do so does nothing."""
-        ...
 
-    def ask(self, variant: str, prompts: Sequence[Prompt], tokens: int) -> list[Answer]:
-        """Answer prompts that arrive at the same moment, by `tokens` tokens each. Seconds count from that moment."""
-        ...
+    def ask(self, variant: str, prompts: Sequence[Prompt], tokens: Sequence[int], at: Sequence[float]) -> list[Answer]:
+        """Answer prompts that arrive `at` seconds from now, by `tokens` tokens. Seconds count from their arrival.
 
-    def replay(
-        self, variant: str, prompts: Sequence[Prompt], tokens: Sequence[int], at: Sequence[float]
-    ) -> list[Answer]:
-        """Answer prompts that arrive `at` seconds from now, by `tokens` tokens. Seconds count from their arrival."""
-        ...
+        Slow peers (`PeerSpec.slow`) get prompts that all arrive now and want the same number of tokens.
+        """
+        raise NotImplementedError
 
 
-def replay_by(
+def ask_by(
     answer: Callable[[Prompt, int, float], Answer],
     prompts: Sequence[Prompt],
     tokens: Sequence[int],
@@ -105,8 +100,7 @@ def _handle(worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
         worker.read(request["passages"])
         return {"seconds": time.perf_counter() - started}
     prompts = [Prompt(one["passages"], one["suffix"]) for one in request["prompts"]]
-    do = partial(worker.replay, at=request["at"]) if request["do"] == "replay" else worker.ask
-    answers = do(request["variant"], prompts, request["tokens"])
+    answers = worker.ask(request["variant"], prompts, request["tokens"], request["at"])
     return {"answers": [vars(answer) for answer in answers]}
 
 

@@ -15,13 +15,13 @@ from typing import Any
 import llama_cpp
 from llama_cpp import Llama, LlamaRAMCache
 
-from benchmarks.peer_workers.channel import Answer, Prompt, serve
+from benchmarks.peer_workers.channel import Answer, Prompt, Worker, serve
 from benchmarks.peer_workers.gguf_file import write_gguf
 
 BATCH_TOKENS = 512  # llama.cpp's own default
 
 
-class LlamaCppWorker:
+class LlamaCppWorker(Worker):
     def __init__(self, config: dict[str, Any]) -> None:
         path = Path(config.get("gguf") or Path(config["directory"]) / f"{config['dtype']}.gguf")
         if "gguf" not in config:
@@ -57,13 +57,10 @@ class LlamaCppWorker:
             },
         }
 
-    def read(self, passages: Sequence[Sequence[int]]) -> None:
-        return
-
-    def ask(self, variant: str, prompts: Sequence[Prompt], tokens: int) -> list[Answer]:
+    def ask(self, variant: str, prompts: Sequence[Prompt], tokens: Sequence[int], at: Sequence[float]) -> list[Answer]:
         """Answer the prompts in turn, as the Python binding runs a single sequence; seconds include the waiting."""
         started = time.perf_counter()
-        return [self._answer(prompt.ids, tokens, started) for prompt in prompts]
+        return [self._answer(prompt.ids, count, started) for prompt, count in zip(prompts, tokens, strict=True)]
 
     def _answer(self, prompt: list[int], tokens: int, started: float) -> Answer:
         llama = self._llama

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import llama_cpp
 
-from benchmarks.peer_workers.channel import Answer, Prompt, serve
+from benchmarks.peer_workers.channel import Answer, Prompt, Worker, ask_by, serve
 from ragcache.fusion import get_method
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.models.deadline import NO_LIMIT
@@ -27,9 +27,9 @@ from ragcache_llamacpp.model import as_cache
 from ragcache_llamacpp.reading import Reading, prefill
 
 
-class RagCacheLlamaWorker:
+class RagCacheLlamaWorker(Worker):
     def __init__(self, config: dict[str, Any]) -> None:
-        self._settings = f"n_ctx={config['cells']},threads={config['threads']},parallel={config['askers']}"
+        self._settings = f"n_ctx={config['max_tokens']},threads={config['threads']},parallel={config['askers']}"
         self._lm = load(config["gguf"], f"llama.cpp:{self._settings}")
         self._encoder = ModelEncoder(self._lm)
         self._method = get_method("reposition")
@@ -44,13 +44,11 @@ class RagCacheLlamaWorker:
         for key, block in zip(keys, self._lm.encode(passages), strict=True):
             self._stores["memory"].put(key, block)
 
-    def ask(self, variant: str, prompts: Sequence[Prompt], tokens: int) -> list[Answer]:
+    def ask(self, variant: str, prompts: Sequence[Prompt], tokens: Sequence[int], at: Sequence[float]) -> list[Answer]:
         """Answer with a thread per asker, as under a server."""
         if variant == "disk":
             self._lm.sequences.forget()
-        started = time.perf_counter()
-        with ThreadPoolExecutor(len(prompts)) as askers:
-            return list(askers.map(lambda prompt: self._answer(variant, prompt, tokens, started), prompts))
+        return ask_by(partial(self._answer, variant), prompts, tokens, at, len(prompts))
 
     def _answer(self, variant: str, prompt: Prompt, tokens: int, started: float) -> Answer:
         lm, store = self._lm, self._stores[variant]

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import ragcache as rc
-from benchmarks.peer_workers.channel import Answer, Prompt, replay_by, serve
-from benchmarks.served import ServedStore
+from benchmarks.peer_workers.channel import Answer, Prompt, Worker, ask_by, serve
 
 MOST_AT_ONCE = 64
 MOST_DOCUMENTS = 8
@@ -28,7 +32,7 @@ MOST_DOCUMENTS = 8
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
-class RagCacheServerWorker:
+class RagCacheServerWorker(Worker):
     """A worker whose variants are names of methods."""
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -45,8 +49,8 @@ class RagCacheServerWorker:
             "--queue": str(MOST_AT_ONCE),
             "--system": "",
         }
-        self._server = ServedStore(folder, *(one for pair in options.items() for one in pair))
-        atexit.register(self._server.close)
+        self._http = served(folder, [one for pair in options.items() for one in pair])
+        self._model = self._http.get("/v1/models").json()["data"][0]["id"]
         self._threads = config["threads"]
 
     def about(self) -> dict[str, Any]:
@@ -56,13 +60,8 @@ class RagCacheServerWorker:
         for start in range(0, len(passages), MOST_DOCUMENTS):
             self._answer("reposition", Prompt(passages[start : start + MOST_DOCUMENTS], [0]), 1, time.perf_counter())
 
-    def ask(self, variant: str, prompts: Sequence[Prompt], tokens: int) -> list[Answer]:
-        return self.replay(variant, prompts, [tokens] * len(prompts), [0.0] * len(prompts))
-
-    def replay(
-        self, variant: str, prompts: Sequence[Prompt], tokens: Sequence[int], at: Sequence[float]
-    ) -> list[Answer]:
-        return replay_by(partial(self._answer, variant), prompts, tokens, at, MOST_AT_ONCE)
+    def ask(self, variant: str, prompts: Sequence[Prompt], tokens: Sequence[int], at: Sequence[float]) -> list[Answer]:
+        return ask_by(partial(self._answer, variant), prompts, tokens, at, MOST_AT_ONCE)
 
     def _answer(self, variant: str, prompt: Prompt, tokens: int, started: float) -> Answer:
         first_s, ids, found = 0.0, list[int](), 0
@@ -77,13 +76,13 @@ class RagCacheServerWorker:
     def _stream(self, variant: str, prompt: Prompt, tokens: int) -> Iterator[dict[str, Any]]:
         """Yield the chunks of an answer. Raises RuntimeError for a refused request, or an error in the stream."""
         body = {
-            "model": self._server.model,
+            "model": self._model,
             "messages": [{"role": "user", "content": words(prompt.suffix)}],
             "max_tokens": tokens,
             "stream": True,
             "ragcache": {"method": variant, "documents": [{"text": words(one)} for one in prompt.passages]},
         }
-        with self._server.http.stream("POST", "/v1/chat/completions", json=body) as reply:
+        with self._http.stream("POST", "/v1/chat/completions", json=body) as reply:
             if reply.is_error:
                 reply.read()
                 raise RuntimeError(f"{reply.status_code}: {reply.text[:300]}")
@@ -93,6 +92,33 @@ class RagCacheServerWorker:
                     if "error" in chunk:
                         raise RuntimeError(str(chunk["error"]))
                     yield chunk
+
+
+def served(folder: Path, options: Sequence[str]) -> httpx.Client:
+    """Start `ragcache serve` over a new store in `folder`, and return a client once it is ready.
+
+    The server ends with this process. Raises RuntimeError with the end of its log if it does not start.
+    """
+    log = folder / "log"
+    command = [sys.executable, "-m", "ragcache", "serve", "--store", str(folder / "kb"), "--port", "0", *options]
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    atexit.register(process.communicate, timeout=60)
+    atexit.register(process.terminate)  # is called before `communicate`, which waits for the end
+    said = re.search(r"http://\S+?:\d+", process.stdout.readline() if process.stdout else "")
+    if said is None:
+        raise RuntimeError(f"the server does not start: {log.read_text()[-500:]}")
+    http = httpx.Client(base_url=said[0], timeout=600, trust_env=False)
+    while http.get("/readyz").status_code != 200:
+        time.sleep(0.1)
+    return http
 
 
 def words(ids: Sequence[int]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import ragcache as rc
-from benchmarks.peer_workers.channel import Answer, Prompt, serve
+from benchmarks.peer_workers.channel import Prompt, serve
 from benchmarks.peer_workers.vllm_worker import VLLMWorker
 from ragcache.fusion.layout import Span
 from ragcache.ingest.encoder import ModelEncoder
@@ -56,11 +56,6 @@ class RagCacheVLLMWorker(VLLMWorker):
         size = max(1, self._encoder.batch_tokens // max(len(passage) for passage in passages))
         for start in range(0, len(passages), size):
             self._keep(passages[start : start + size])
-
-    def ask(self, variant: str, prompts: Sequence[Prompt], tokens: int) -> list[Answer]:
-        if variant != "reposition":
-            raise ValueError(f"{variant!r} is unknown; choose reposition")
-        return super().ask(variant, prompts, tokens)
 
     def prepare(self, prompt: Prompt) -> int:
         new = {tuple(one) for one in prompt.passages if self._encoder.key(one) not in self._store}

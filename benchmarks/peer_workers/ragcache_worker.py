@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 import transformers
 
 import ragcache as rc
-from benchmarks.peer_workers.channel import Answer, Prompt, replay_by, serve
+from benchmarks.peer_workers.channel import Answer, Prompt, Worker, ask_by, serve
 from ragcache.engine.admission import Admission, Size, default_budget, kv_bytes
 from ragcache.engine.caches.prefix_cache import PrefixCache
 from ragcache.engine.caches.shared_prefixes import MemoryNeed, SharedPrefixes
@@ -38,7 +37,7 @@ NAMESPACE = "peers"
 MOST_AT_ONCE = 16
 
 
-class RagCacheWorker:
+class RagCacheWorker(Worker):
     """A worker whose variants are names of methods. Link tokens may be any ids: their cost does not depend on them."""
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -72,18 +71,9 @@ class RagCacheWorker:
         for start in range(0, len(passages), size):
             self._keep(passages[start : start + size])
 
-    def ask(self, variant: str, prompts: Sequence[Prompt], tokens: int) -> list[Answer]:
+    def ask(self, variant: str, prompts: Sequence[Prompt], tokens: Sequence[int], at: Sequence[float]) -> list[Answer]:
         """Answer with a thread per asker, as under a server."""
-        if len(prompts) == 1:
-            return [self._answer(variant, prompts[0], tokens, time.perf_counter())]
-        started = time.perf_counter()
-        with ThreadPoolExecutor(len(prompts)) as askers:
-            return list(askers.map(lambda prompt: self._answer(variant, prompt, tokens, started), prompts))
-
-    def replay(
-        self, variant: str, prompts: Sequence[Prompt], tokens: Sequence[int], at: Sequence[float]
-    ) -> list[Answer]:
-        return replay_by(partial(self._answer, variant), prompts, tokens, at, MOST_AT_ONCE)
+        return ask_by(partial(self._answer, variant), prompts, tokens, at, MOST_AT_ONCE)
 
     @team_ends()
     def _answer(self, variant: str, prompt: Prompt, tokens: int, started: float) -> Answer:

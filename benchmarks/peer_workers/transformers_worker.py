@@ -10,11 +10,11 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from benchmarks.peer_workers.channel import Answer, Prompt, serve
+from benchmarks.peer_workers.channel import Answer, Prompt, Worker, serve
 from benchmarks.plain import Clock
 
 
-class TransformersWorker:
+class TransformersWorker(Worker):
     def __init__(self, config: dict[str, Any]) -> None:
         torch.set_num_threads(config["threads"])
         dtype = getattr(torch, config["dtype"])
@@ -29,15 +29,12 @@ class TransformersWorker:
             "settings": {"attention": "sdpa", "threads": torch.get_num_threads()},
         }
 
-    def read(self, passages: Sequence[Sequence[int]]) -> None:
-        return
-
-    def ask(self, variant: str, prompts: Sequence[Prompt], tokens: int) -> list[Answer]:
+    def ask(self, variant: str, prompts: Sequence[Prompt], tokens: Sequence[int], at: Sequence[float]) -> list[Answer]:
         """Answer prompts of equal length as a batch, others in turn; seconds include the waiting."""
         started = time.perf_counter()
         if len({len(prompt.ids) for prompt in prompts}) == 1:
-            return self._batch(prompts, tokens, started)
-        return [answer for prompt in prompts for answer in self._batch([prompt], tokens, started)]
+            return self._batch(prompts, tokens[0], started)
+        return [answer for prompt in prompts for answer in self._batch([prompt], tokens[0], started)]
 
     def _batch(self, prompts: Sequence[Prompt], tokens: int, started: float) -> list[Answer]:
         batch = torch.tensor([prompt.ids for prompt in prompts])

@@ -10,12 +10,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.peer_workers.channel import Answer, Prompt, serve
+from benchmarks.peer_workers.channel import Answer, Prompt, Worker, serve
 
 GIB = 1 << 30
 
 
-class VLLMWorker:
+class VLLMWorker(Worker):
     def __init__(self, config: dict[str, Any]) -> None:
         # vLLM reads these when it is imported. By default it would leave a core free for a server's front end.
         cores = sorted(os.sched_getaffinity(0))[: config["threads"]]
@@ -75,15 +75,7 @@ class VLLMWorker:
             },
         }
 
-    def read(self, passages: Sequence[Sequence[int]]) -> None:
-        return
-
-    def ask(self, variant: str, prompts: Sequence[Prompt], tokens: int) -> list[Answer]:
-        return self.replay(variant, prompts, [tokens] * len(prompts), [0.0] * len(prompts))
-
-    def replay(
-        self, variant: str, prompts: Sequence[Prompt], tokens: Sequence[int], at: Sequence[float]
-    ) -> list[Answer]:
+    def ask(self, variant: str, prompts: Sequence[Prompt], tokens: Sequence[int], at: Sequence[float]) -> list[Answer]:
         engine = self._llm.llm_engine
         names = [f"{self._asked + rank}" for rank in range(len(prompts))]
         self._asked += len(prompts)

@@ -148,15 +148,8 @@ def test_a_journal_of_other_settings_is_refused_by_name(arguments, tmp_path):
 
 def test_questions_of_a_set_are_chosen_by_hash_and_positions_go_round(data):
     chosen = choose("moved", data, 0)
-    assert [case.passages.index(next(p for p in case.passages if p.is_gold)) for case in chosen] == [
-        0,
-        1,
-        2,
-        3,
-        4,
-        0,
-        1,
-    ]
+    golds = [case.passages.index(next(p for p in case.passages if p.is_gold)) for case in chosen]
+    assert golds == [*range(5), 0, 1]
     names = [case.cluster for case in chosen]
     assert sorted(names) == [f"q{n}" for n in range(7)]
     assert names != sorted(names)
@@ -326,12 +319,8 @@ def test_methods_are_called_as_the_command_line_writes_them():
     for name in rc.METHODS:
         recipes = {spec.recipe or spec.method().recipes[0] for spec in specs if spec.name == name and not spec.options}
         assert recipes == set(rc.METHODS[name]().recipes if name != "full" else recipes)
-    for spec in [
-        *specs,
-        *parse_methods(
-            ["prophet:layers=[2,4]:ratio=0.15", "x=epic:last_tokens=3", "a3:recipe=primer:primer=64:neighbours=2"]
-        ),
-    ]:
+    given = ["prophet:layers=[2,4]:ratio=0.15", "x=epic:last_tokens=3", "a3:recipe=primer:primer=64:neighbours=2"]
+    for spec in [*specs, *parse_methods(given)]:
         (again,) = parse_methods([label(spec.key)])[-1:]
         assert again.key == spec.key
 

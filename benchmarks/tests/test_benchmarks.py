@@ -137,33 +137,31 @@ def test_alternate_runs_long_variants_in_some_rounds_and_pairs_by_round(monkeypa
     assert Timing.of([3.0, 1.0, 2.0]) == Timing(2.0, 1.0, 3.0, 3)
 
 
-def test_a_sample_that_the_hypervisor_interrupted_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three runs lose half, a tenth and none of the processors' time; the clock advances only in `run`."""
-    now, stolen, lost = [0.0], [0.0], iter([0.0, 0.5, 0.1, 0.0])
+@pytest.mark.parametrize(
+    ("seconds", "lost", "counts"),
+    [
+        ([1.0, 8.0, 4.0, 2.0], [0.0, 0.5, 0.1, 0.0], 2.0),
+        (
+            [1.0, *range(10, 10 + timing.TRIES)],
+            [0.0, *(2 / n for n in range(10, 10 + timing.TRIES))],
+            9.0 + timing.TRIES,
+        ),
+    ],
+    ids=["it is taken again", "the sample that lost least counts if none lost little"],
+)
+def test_a_sample_that_the_hypervisor_interrupted(monkeypatch: pytest.MonkeyPatch, seconds, lost, counts) -> None:
+    """The warm-up and each try lose a share of the processors' time; the clock advances only in `run`."""
+    now, stolen, runs = [0.0], [0.0], iter(zip(seconds, lost, strict=True))
     monkeypatch.setattr(timing, "stolen_s", lambda: stolen[0])
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(timing.os, "cpu_count", lambda: 4)
-    lengths = iter([1.0, 8.0, 4.0, 2.0])
 
     def run() -> None:
-        seconds = next(lengths)
-        now[0] += seconds
-        stolen[0] += next(lost) * seconds * 4
+        taken, share = next(runs)
+        now[0] += taken
+        stolen[0] += share * taken * 4
 
-    assert alternate([Variant("one", run)], 1, 1, torch.device("cpu")) == {"one": {0: 2.0}}
-
-
-def test_the_sample_that_lost_least_counts_where_none_was_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, stolen, lengths = [0.0], [0.0], iter([1.0, *range(10, 10 + timing.TRIES)])
-    monkeypatch.setattr(timing, "stolen_s", lambda: stolen[0])
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-
-    def run() -> None:
-        now[0] += next(lengths)
-        stolen[0] += 1.0 if now[0] > 2 else 0.0
-
-    samples = alternate([Variant("one", run)], 1, 1, torch.device("cpu"))
-    assert samples == {"one": {0: 10.0 + timing.TRIES - 1}}
+    assert alternate([Variant("one", run)], 1, 1, torch.device("cpu")) == {"one": {0: counts}}
 
 
 def test_two_faces_share_weights_and_nothing_else() -> None:
@@ -241,7 +239,7 @@ def test_a_random_model_of_a_shape_loads_as_any_other(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_reuse(tmp_path: Path) -> None:
     """All clients find passages that are known."""
-    result = main("reuse", ["--passages=3", "--characters=500", "--indexed=200", "--out", str(tmp_path)])
+    result = main("reuse", ["--passages=3", "--characters=500", "--out", str(tmp_path)])
     shares = {(name, method): own for name, method, *own in written(tmp_path, result.name)["figures"]["shares"]}
     assert all(0 <= share <= 1 for both in shares.values() for own in both for share in own)
     found, cached = shares["ragcache's own passages", "reposition"]
@@ -255,11 +253,11 @@ def test_reuse(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("passages", "characters"), [(2, 300), (3, 500)])
 def test_reuse_of_learnt_text(tmp_path: Path, passages: int, characters: int) -> None:
     """Passages in a stock chain's prompt are learnt, short paragraphs too. A killed run is continued."""
-    size = [f"--passages={passages}", f"--characters={characters}", "--indexed=200", "--ways=stuff chain, documents no"]
+    size = [f"--passages={passages}", f"--characters={characters}", "--ways=stuff chain, documents no"]
     journal = tmp_path / "reuse.journal.jsonl"
     settings = {"model": "mini", "ways": "stuff chain, documents no", "passages": passages, "characters": characters}
     known = [{"key": "LangChain's stuff chain, documents nowhere, by default", "value": [[0.5, 0.25]] * 5}]
-    journal.write_text("".join(json.dumps(line) + "\n" for line in ({**settings, "indexed": 200}, *known)))
+    journal.write_text("".join(json.dumps(line) + "\n" for line in (settings, *known)))
     result = main("reuse", [*size, "--out", str(tmp_path)])
     (_, _, *earlier), (_, method, found, _) = written(tmp_path, result.name)["figures"]["shares"]
     assert earlier == [[0.5] * 5, [0.25] * 5]
@@ -267,13 +265,3 @@ def test_reuse_of_learnt_text(tmp_path: Path, passages: int, characters: int) ->
     assert found[2] >= 0.6
     assert min(found[3:]) >= 0.95
     assert not journal.exists()
-
-
-@pytest.mark.slow
-def test_context(tmp_path: Path) -> None:
-    """A day's prompts have less than a third in common beginnings, but share most of their text."""
-    result = main("context", ["--documents=4", "--chats=12", "--steps=8", "--out", str(tmp_path)])
-    *_, (name, tokens, learnt, prefixes) = written(tmp_path, result.name)["figures"]["shares"]
-    assert (name, tokens > 10_000) == ("the day", True)
-    assert prefixes < 0.3
-    assert learnt > 0.5

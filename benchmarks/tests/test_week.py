@@ -110,21 +110,9 @@ def test_a_replay_that_falls_behind_says_by_how_much():
 @pytest.mark.parametrize("server", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_slice_is_counted_replayed_and_drawn(log, tmp_path, server):
     given = ["--trace", str(log), "--rooms", "100", "200000", "--requests", "4", "--speeds", "36000", "72000"]
-    peers = [
-        "--shape",
-        "toy",
-        "--peers",
-        "ragcache",
-        *(["ragcache-server"] if server else []),
-        "vllm",
-        "--threads",
-        "1",
-        "--kv-mib",
-        "64",
-        "--environments",
-        str(tmp_path),
-    ]
-    found = main("week", [*given, *peers, "--answer", "3", "--out", str(tmp_path)]).to_json()
+    given += ["--shape=toy", "--threads=1", "--kv-mib=64", "--answer=3", "--environments", str(tmp_path)]
+    peers = ["ragcache", *["ragcache-server"] * server, "vllm"]
+    found = main("week", [*given, "--peers", *peers, "--out", str(tmp_path)]).to_json()
     replay = found["figures"]["replay"]
     assert replay["requests"] == 4
     found = {row: one["speeds"]["72000"]["found"] for row, one in replay["rows"].items()}
