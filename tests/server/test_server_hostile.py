@@ -251,14 +251,19 @@ def test_a_key_that_used_up_its_requests_is_told_when_to_return(serve):
     assert served.http.get("/healthz").status_code == 200
 
 
+def add(served: Served, key: str, name: str = "n") -> dict:
+    """Return the report of four short documents."""
+    texts = [{"id": f"{name}{rank}", "text": f"The {rank} dogs bark at birds."} for rank in range(4)]
+    headers = {"Authorization": f"Bearer {key}"}
+    return served.http.post("/v1/documents", json={"documents": texts}, headers=headers).json()
+
+
 def test_a_key_that_used_up_its_tokens_is_refused(serve):
     served = serve(api_keys=(ALICE, BOB), key_tokens=20, key_upload_tokens=70)
     assert ask(served, ALICE, max_tokens=30).status_code == 200
     assert ask(served, ALICE).status_code == 429
     assert ask(served, BOB).status_code == 200
-    headers = {"Authorization": f"Bearer {ALICE}"}
-    texts = [{"id": f"n{rank}", "text": f"The {rank} dogs bark at birds."} for rank in range(4)]
-    report = served.http.post("/v1/documents", json={"documents": texts}, headers=headers).json()
+    report = add(served, ALICE)
     assert report["added"]
     assert all("left to this key" in one["error"] for one in report["failed"])
     assert report["failed"]
@@ -291,16 +296,10 @@ def test_a_key_has_its_own_limit_of_added_tokens(serve, tmp_path):
     served, now = serve(key_file=tmp_path / "keys.toml"), 0.0
     served.service.quotas.clock = lambda: now
 
-    def failed(secret: str) -> list[str]:
-        texts = [{"id": f"{secret}{now}{rank}", "text": f"The {rank} dogs bark at birds."} for rank in range(4)]
-        headers = {"Authorization": f"Bearer {secret}"}
-        report = served.http.post("/v1/documents", json={"documents": texts}, headers=headers).json()
-        return [one["error"] for one in report["failed"]]
-
-    assert any("left to this key in this hour" in error for error in failed(ALICE))
-    assert failed(BOB) == []
+    assert any("left to this key in this hour" in one["error"] for one in add(served, ALICE)["failed"])
+    assert add(served, BOB, "b")["failed"] == []
     now = 3600.0
-    assert len(failed(ALICE)) < 4
+    assert len(add(served, ALICE, "later")["failed"]) < 4
 
 
 def test_a_bucket_refills_evenly():
@@ -361,8 +360,7 @@ def test_a_stream_begins_and_beats_while_its_prompt_waits(serve, monkeypatch):
     embeddings = served.service.kb.lm.model.get_input_embeddings()
     hook = embeddings.register_forward_pre_hook(lambda *_: free.wait(20) and None)
     try:
-        body = {"model": "tiny", "messages": [{"role": "user", "content": "Cats?"}], "stream": True, "max_tokens": 2}
-        with served.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        with served.stream("Cats?", max_tokens=2) as response:
             assert response.status_code == 200
             lines = response.iter_lines()
             beats = [line for line, _ in zip(lines, range(6), strict=False) if line.startswith(":")]

@@ -60,9 +60,6 @@ def test_the_newest_answers_are_kept(serve):
         assert [client.responses.retrieve(id).id for id in ids[1:]] == ids[1:]
         with pytest.raises(NotFoundError):
             client.responses.retrieve(ids[0])
-
-
-def test_no_answer_is_kept(serve):
     with client_of(serve(keep_responses=0)) as client:
         assert ask(client).store is False
 
@@ -73,13 +70,6 @@ def test_a_chain_that_is_too_long_takes_no_more(client, monkeypatch):
     with pytest.raises(BadRequestError, match="begin another one") as full:
         ask(client, "Why?", previous_response_id=first.id)
     assert full.value.code == "conversation_too_long"
-
-
-def test_conversations_are_refused_by_name(client, served):
-    with pytest.raises(BadRequestError, match="not supported") as refused:
-        ask(client, conversation="conv_1")
-    assert refused.value.param == "conversation"
-    assert served.http.get("/v1/conversations/conv_1").status_code == 404
 
 
 def test_what_is_another_keys_is_not_there(serve):

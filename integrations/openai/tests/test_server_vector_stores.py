@@ -179,22 +179,10 @@ def test_what_cannot_be_read_is_said(client, served):
     with pytest.raises(BadRequestError) as purpose:
         sent(purpose="fun")
     assert (empty.value.code, purpose.value.param) == ("empty_file", "purpose")
-    song = sent(file=("song.mp3", b"la"))
-    with pytest.raises(BadRequestError, match=r"known are .*\.docx .*\.txt") as unknown:
-        client.vector_stores.files.create(store, file_id=song.id)
-    assert (unknown.value.code, unknown.value.param) == ("unsupported_file", "file_id")
     blank = sent(file=("blank.txt", b"  \n "))
-    failed = attach(client, store, blank.id)
-    assert (failed.status, failed.last_error.code) == ("failed", "invalid_file")
-    assert "is empty" in failed.last_error.message
+    assert attach(client, store, blank.id).status == "failed"
     assert client.vector_stores.retrieve(store).file_counts.failed == 1
     assert served.http.post("/v1/files", json={}).status_code == 415
-
-
-def test_vector_stores_do_not_expire(client):
-    with pytest.raises(BadRequestError, match="do not expire here") as refused:
-        client.vector_stores.create(expires_after={"anchor": "last_active_at", "days": 1})
-    assert refused.value.param == "expires_after"
 
 
 def test_chunks_are_cut_as_the_store_cuts(client):
