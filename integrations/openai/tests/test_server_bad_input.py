@@ -129,17 +129,6 @@ def test_attributes_are_not_what_a_file_says_of_itself(client, store):
 # Lists
 
 
-def test_a_list_goes_on_behind_what_was_deleted(client):
-    ids = [send(client) for _ in range(4)]
-    page = client.files.list(limit=2)
-    assert [one.id for one in page.data] == ids[:1:-1]
-    for one in page.data:
-        client.files.delete(one.id)
-    assert [one.id for one in client.files.list(limit=2, after=page.data[-1].id).data] == ids[1::-1]
-    seen = [client.files.delete(one.id).id for one in client.files.list(limit=1) if one.id in ids]
-    assert seen == ids[1::-1]  # each once, deleted while it is listed
-
-
 def test_cursors_that_never_were_are_refused(client, store):
     for call in (
         lambda **at: client.files.list(**at),

@@ -1,15 +1,10 @@
 """Answers that the server keeps, by the official client: previous_response_id."""
 
-import shutil
-
 import pytest
 from openai import BadRequestError, NotFoundError
 from openai_clients import client_of
-from serving import serving
 
 import ragcache as rc
-from ragcache.server.settings import ServerSettings
-from ragcache_demo.bag_of_words import BagOfWords
 
 QUESTION = "Where does the cat sit?"
 SHORT = rc.Sampling(6)
@@ -82,19 +77,3 @@ def test_what_is_another_keys_is_not_there(serve):
         with pytest.raises(BadRequestError, match="there is no previous response"):
             ask(second, previous_response_id=answer.id)
         assert first.responses.retrieve(answer.id).id == answer.id
-
-
-def test_what_is_kept_outlives_the_server(lm, made, tmp_path):
-    path = shutil.copytree(made, tmp_path / "kb")
-
-    def opened(**more):
-        store = rc.StoreConfig(**more)
-        return rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords(), store=store)
-
-    with opened() as kb, serving(kb) as served, client_of(served) as client:
-        answer = ask(client)
-    with opened() as kb, serving(kb) as served, client_of(served) as client:
-        assert client.responses.retrieve(answer.id).output_text == answer.output_text
-        assert ask(client, "Why?", previous_response_id=answer.id).output_text
-    with opened(read_only=True) as kb, serving(kb, ServerSettings()) as served, client_of(served) as client:
-        assert ask(client, "Why?", previous_response_id=answer.id).store is False  # answered all the same

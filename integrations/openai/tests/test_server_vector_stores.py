@@ -268,12 +268,18 @@ def test_what_is_another_keys_is_not_there(serve):
 
 
 def test_all_of_it_outlives_the_server(lm, made, tmp_path):
-    """What waited to be indexed when the server ended is indexed by the next one."""
+    """Also answers; what waited to be indexed when the server ended is indexed by the next one."""
     path = shutil.copytree(made, tmp_path / "kb")
 
-    def opened():
-        return rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords())
+    def opened(**more):
+        store = rc.StoreConfig(**more)
+        return rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords(), store=store)
 
+    def answer(client, **more):
+        return client.responses.create(model="tiny", input=QUESTION, max_output_tokens=6, **more)
+
+    with opened() as kb, serving(kb) as served, client_of(served) as client:
+        kept = answer(client)
     with (
         opened() as kb,
         kb.store.layout.writer(),  # so that the indexing cannot begin
@@ -287,3 +293,7 @@ def test_all_of_it_outlives_the_server(lm, made, tmp_path):
         wait_for(lambda: client.vector_stores.retrieve(store.id).status == "completed")
         assert files_of(client.vector_stores.search(store.id, query="hat")) == ["hat.md"]
         assert client.files.content(file.id).content == HAT[1]
+        assert client.responses.retrieve(kept.id).output_text == kept.output_text
+        assert answer(client, previous_response_id=kept.id).store
+    with opened(read_only=True) as kb, serving(kb) as served, client_of(served) as client:
+        assert answer(client, previous_response_id=kept.id).store is False  # answered all the same
