@@ -5,10 +5,11 @@ import time
 from dataclasses import replace
 
 import pytest
-from langchain_core.callbacks import BaseCallbackHandler, UsageMetadataCallbackHandler
+from langchain_core.callbacks import UsageMetadataCallbackHandler
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, ChatMessage, HumanMessage, SystemMessage
 from langchain_core.messages.content import create_text_block
+from langchain_doubles import Seen
 from langchain_registry import QUESTION, REGISTRY, is_json
 from waiting import ticking
 
@@ -196,23 +197,6 @@ def counted(lm, monkeypatch, pause_s: float = 0.0) -> list[float]:
 
 
 # Callbacks, traces, caches
-
-
-class Seen(BaseCallbackHandler):
-    def __init__(self) -> None:
-        self.pieces: list[str] = []
-
-    def on_chat_model_start(self, serialized, messages, *, metadata, invocation_params, **kwargs):
-        self.metadata, self.parameters = metadata, invocation_params
-
-    def on_llm_new_token(self, token, *, chunk=None, **kwargs):
-        self.pieces.append(token)
-
-    def on_llm_end(self, response, **kwargs):
-        self.response = response
-
-    def on_llm_error(self, error, **kwargs):
-        self.error = error
 
 
 async def test_callbacks_see_tokens_and_usage(chat, passages):

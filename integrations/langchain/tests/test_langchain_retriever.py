@@ -3,8 +3,7 @@
 import asyncio
 
 import pytest
-from langchain_core.callbacks import BaseCallbackHandler
-from langchain_doubles import SlowEmbedder
+from langchain_doubles import Seen, SlowEmbedder
 from langchain_registry import QUESTION, is_json, registry_documents
 from waiting import ticking
 
@@ -65,14 +64,7 @@ async def test_many_at_once_in_an_event_loop(tmp_path, mini):
 
 
 def test_traces_name_the_store(registry):
-    class Starts(BaseCallbackHandler):
-        def on_retriever_start(self, serialized, query, *, metadata, tags, **kwargs):
-            self.metadata, self.tags = metadata, tags
-
-        def on_retriever_end(self, documents, **kwargs):
-            self.documents = documents
-
-    seen = Starts()
+    seen = Seen()
     retriever = RagCacheRetriever(kb=registry, tags=["mine"])
     found = retriever.invoke(QUESTION, {"callbacks": [seen], "metadata": {"user": "u1"}})
     assert seen.metadata["ls_vector_store_provider"] == "ragcache"
