@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import load_tiny
+from late_lane import LateLane
 from paged import (
     LOADS,
     NUM_LAYERS,
@@ -117,10 +118,11 @@ def test_pages_lie_as_vllm_says(lm):
 # On a stream of its own.
 
 
-class LateLane:
-    """A lane whose work is on the pages only for who waits for it: until then what it wrote is NaN."""
+class LoggedLane(LateLane):
+    """A late lane over vLLM's pages that notes its calls. gate: what `finish` waits for"""
 
     def __init__(self, layers: dict[str, PagedLayer], gate: threading.Event | None = None) -> None:
+        super().__init__()
         self.tensors = [paged.layer.kv_cache for paged in layers.values()]
         self.gate = gate
         self.log: list[str] = []
@@ -132,23 +134,14 @@ class LateLane:
     def drop_done(self) -> None:
         self.log.append("drop")
 
+    def written_by(self, held: object) -> list[Tensor]:
+        return self.tensors
+
     def run(self, work: Callable[[], None], held: object) -> Callable[[], None]:
-        before = [tensor.clone() for tensor in self.tensors]
-        work()
-        after = [tensor.clone() for tensor in self.tensors]
-        written = [one != two for one, two in zip(before, after, strict=True)]
-        for tensor, mask in zip(self.tensors, written, strict=True):
-            tensor[mask & ~tensor.isnan()] = torch.nan
-
-        def wait() -> None:
-            self.log.append("wait")
-            for tensor, mask, then in zip(self.tensors, written, after, strict=True):
-                here = mask & ~then.isnan()
-                tensor[here] = then[here]
-
-        self.arrivals.append(wait)
+        arrive = super().run(work, held)
         self.log.append("run")
-        return wait
+        self.arrivals.append(lambda: (self.log.append("wait"), arrive()))
+        return self.arrivals[-1]
 
     def finish(self) -> None:
         if self.gate is not None:
@@ -163,7 +156,7 @@ def arrived(layers: dict[str, PagedLayer]) -> list[bool]:
 
 def test_a_step_waits_for_each_layer_where_it_reaches_it(lm, raw):
     plain, layers = placed(lm, raw), paged_layers(lm)
-    lane = LateLane(layers)
+    lane = LoggedLane(layers)
     side = worker(lm, raw, layers, lane=lane)
     side.begin(LOADS)
     assert arrived(layers) == [False, False, False]
@@ -181,7 +174,7 @@ def test_the_plain_way_goes_layer_by_layer_in_the_step(lm, raw):
     """The host waits for its copies: begun all at once, they would keep the model's first layer from starting."""
     plain, layers = placed(lm, raw), paged_layers(lm)
     before = layers["layers.1"].layer.kv_cache.clone()
-    lane = LateLane(layers)
+    lane = LoggedLane(layers)
     side = worker(lm, raw, layers, lane=lane, by_kernel=False)
     side.begin(LOADS)
     side.place("layers.0")
@@ -196,7 +189,7 @@ def test_the_plain_way_goes_layer_by_layer_in_the_step(lm, raw):
 def test_the_stream_begins_behind_what_it_reads_and_overwrites(lm, raw, monkeypatch):
     """Pages may be read by the step before, and angles are looked up by the model's own stream."""
     layers = paged_layers(lm)
-    lane = LateLane(layers)
+    lane = LoggedLane(layers)
     side = worker(lm, raw, layers, lane=lane)
     look_up = lm.rope.angles
     monkeypatch.setattr(lm.rope, "angles", lambda *where: (lane.log.append("angles"), look_up(*where))[1])
@@ -214,7 +207,7 @@ def test_the_stream_begins_behind_what_it_reads_and_overwrites(lm, raw, monkeypa
 def test_a_load_ahead_has_ended_when_its_pages_are_there(lm, raw):
     plain, layers, gate = placed(lm, raw, LOADS[:1]), paged_layers(lm), threading.Event()
     ahead = Load("one", LOADS[0].stretches, LOADS[0].page_ids, [], 90, True)
-    lane = LateLane(layers, gate)
+    lane = LoggedLane(layers, gate)
     side = worker(lm, raw, layers, lane=lane)
     side.begin([ahead])
     until(lambda: lane.log.count("run") >= NUM_LAYERS)
