@@ -81,62 +81,57 @@ def test_a_long_question_is_not_tokenised(shared, shared_kb, monkeypatch, unit):
     assert re.search(r"3,\d{3},\d{3} characters", refused.text)
 
 
-async def test_callers_take_turns_at_slots():
-    slots, order = Slots(4, 100, most_each=3), []
+class Askers:
+    """Questions that hold their slots until `free` is set. began: the callers whose questions got a slot, in order"""
 
-    async def one(caller: str) -> None:
+    def __init__(self, slots: Slots) -> None:
+        self.slots, self.free, self.began = slots, asyncio.Event(), list[str]()
+
+    async def ask(self, count: int, caller: str) -> list[asyncio.Task]:
+        tasks = [asyncio.create_task(self._hold(caller)) for _ in range(count)]
+        await asyncio.sleep(0.01)
+        return tasks
+
+    async def _hold(self, caller: str) -> None:
         CALLER.set(caller)
-        async with slots.hold():
-            order.append(caller)
-            await asyncio.sleep(0.001)
+        async with self.slots.hold():
+            self.began.append(caller)
+            await self.free.wait()
 
-    crowd = [asyncio.create_task(one("a")) for _ in range(40)]
-    await asyncio.sleep(0)
+
+async def test_callers_take_turns_at_slots():
+    askers = Askers(slots := Slots(4, 100, most_each=3))
+    crowd = await askers.ask(40, "a")
     assert (slots.in_use, slots.waiting) == (3, 37)
-    late = [asyncio.create_task(one("b")) for _ in range(2)]
-    await asyncio.gather(*late)
-    assert order.index("b") == 3  # a slot was free for it
-    await asyncio.gather(*crowd)
-    assert order.count("a") == 40
+    late = await askers.ask(2, "b")
+    assert askers.began == ["a", "a", "a", "b"]
+    askers.free.set()
+    await asyncio.gather(*late, *crowd)
+    assert askers.began.index("b", 4) < 6
+    assert askers.began.count("a") == 40
     assert slots.in_use == slots.waiting == 0
 
 
 async def test_a_question_cancelled_as_its_turn_comes_passes_it_on():
-    slots, free, answered = Slots(1, 10), asyncio.Event(), []
-
-    async def one(rank: int) -> None:
-        async with slots.hold():
-            answered.append(rank)
-            await free.wait()
-
-    tasks = [asyncio.create_task(one(rank)) for rank in range(4)]
-    await asyncio.sleep(0)
+    askers = Askers(slots := Slots(1, 10))
+    tasks = [task for rank in range(4) for task in await askers.ask(1, f"{rank}")]
     tasks[1].cancel()  # while it waits
-    free.set()
+    askers.free.set()
     tasks[0].cancel()  # frees the slot in the same turn of the loop
     await asyncio.wait(tasks)
-    assert answered == [0, 2, 3]
+    assert askers.began == ["0", "2", "3"]
     assert slots.in_use == slots.waiting == 0
 
 
 async def test_a_caller_fills_half_of_the_queue():
-    slots = Slots(2, 4, most_each=1)
-    free = asyncio.Event()
-
-    async def one(caller: str) -> None:
-        CALLER.set(caller)
-        async with slots.hold():
-            await free.wait()
-
-    crowd = [asyncio.create_task(one("a")) for _ in range(5)]
-    await asyncio.sleep(0.01)
+    askers = Askers(slots := Slots(2, 4, most_each=1))
+    crowd = await askers.ask(5, "a")
     refused = [task.exception() for task in crowd if task.done()]
     assert [type(error) for error in refused] == [ApiError] * 2
-    others = [asyncio.create_task(one("b")) for _ in range(3)]
-    await asyncio.sleep(0.01)
+    others = await askers.ask(3, "b")
     assert not any(task.done() for task in others)
     crowd[2].cancel()
-    free.set()
+    askers.free.set()
     await asyncio.gather(*others)
     await asyncio.wait(crowd)
     assert slots.in_use == slots.waiting == 0
