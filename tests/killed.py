@@ -106,18 +106,3 @@ def sync(root: str, lm_directory: str, folder: str, steps: int, neighbours: int)
 
     with Kit(Path(root), load_lm(lm_directory), neighbours=neighbours) as kit, stepping(step):
         kit.ingestor.ingest([folder], sync=True)
-
-
-def towns() -> list[Document]:
-    """More than the others: an ingestion of many windows."""
-    return [Document(f"t{n}", _text(n % 70, 1, 2 + n % 4)) for n in range(100)]
-
-
-def ingest_on_ray(root: str, lm_directory: str, address: str, started: str) -> None:
-    """The child: connects to a cluster and ingests; says when its actors have loaded."""
-    import ray
-
-    torch.set_num_threads(1)
-    with Kit(Path(root), load_lm(lm_directory)) as kit:
-        ray.init(address, log_to_driver=False, logging_level="error")
-        kit.ingestor.ingest(towns(), cluster=kit.cluster(), progress=lambda _: Path(started).touch())

@@ -1,6 +1,6 @@
 """A CUDA stream's double for tests of waits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,9 +18,13 @@ class LateLane:
 
     def share(self, tensor: Tensor) -> None: ...
 
-    def run(self, work: Callable[[], None], held: tuple[object, object]) -> Callable[[], None]:
+    def written_by(self, held: object) -> Sequence[Tensor]:
+        """Return the tensors that work may write to."""
         buffers = held[1].buffers
-        tensors = (*buffers.keys, *buffers.values)
+        return (*buffers.keys, *buffers.values)
+
+    def run(self, work: Callable[[], None], held: object) -> Callable[[], None]:
+        tensors = self.written_by(held)
         before = [tensor.clone() for tensor in tensors]
         work()
         after = [tensor.clone() for tensor in tensors]

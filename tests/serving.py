@@ -5,8 +5,8 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,8 +49,13 @@ class Served:
         return f"{self.url}/v1"
 
     def chat(self, question: str, **fields: object) -> httpx.Response:
-        body = {"model": self.service.chat_model, "messages": [{"role": "user", "content": question}], **fields}
-        return self.http.post("/v1/chat/completions", json=body)
+        return self.http.post("/v1/chat/completions", json=self._body(question, fields))
+
+    def stream(self, question: str, **fields: object) -> AbstractContextManager[httpx.Response]:
+        return self.http.stream("POST", "/v1/chat/completions", json=self._body(question, {**fields, "stream": True}))
+
+    def _body(self, question: str, fields: dict[str, object]) -> dict[str, object]:
+        return {"model": self.service.chat_model, "messages": [{"role": "user", "content": question}], **fields}
 
 
 class Caller:
@@ -84,6 +89,23 @@ class Caller:
                 return json.dumps(told.structured_content or [part.text for part in told.content])
 
         return asyncio.run(call())
+
+
+READS: dict[str, Callable[[Caller], str]] = {
+    "search": lambda c: c.post("/v1/search", query=c.question, k=50).text,
+    "search by words": lambda c: c.post("/v1/search", query=c.question, k=50, search="text").text,
+    "search both ways": lambda c: c.post("/v1/search", query=c.question, k=50, search="hybrid").text,
+    "chat": lambda c: c.chat(retrieve=True, k=50).text,
+    "chat that keeps its context": lambda c: c.chat(context="keep", k=50).text,
+    "responses": lambda c: c.post("/v1/responses", model="tiny", input=c.question, max_output_tokens=1).text.replace(
+        c.question, ""
+    ),
+    "ollama": lambda c: c.ollama().text,
+    "mcp search": lambda c: c.mcp("search", query=c.question, k=50),
+    "mcp ask": lambda c: c.mcp("ask", question=c.question, k=50, max_tokens=1),
+    "documents": lambda c: c.send("GET", "/v1/documents?limit=1000").text,
+}
+"""Routes that show passages: what each says to a caller."""
 
 
 @contextmanager

@@ -5,9 +5,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 import torch
@@ -88,3 +88,27 @@ def stacks() -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames().items()
     return "\n".join(f"{names.get(ident)}\n{''.join(traceback.format_stack(frame)[-6:])}" for ident, frame in frames)
+
+
+class Ticks:
+    """Turns of another task while a block ran. A call that blocks the loop leaves at most a single turn."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(0.001)
+            self.count += 1
+
+
+@asynccontextmanager
+async def ticking() -> AsyncIterator[Ticks]:
+    """Count the turns of an event loop while a call is awaited."""
+    ticks = Ticks()
+    task = asyncio.create_task(ticks.run())
+    await asyncio.sleep(0)
+    try:
+        yield ticks
+    finally:
+        task.cancel()

@@ -91,3 +91,32 @@ def open_kb(tmp_path, lm):
     yield open_one
     for kb in opened:
         kb.close()
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Has a store give the same answer to every call, and returns a dictionary that holds the last call's options."""
+
+    def record(kb: rc.RagCache) -> dict[str, object]:
+        given, answer = {}, kb.complete("Hi", sampling=rc.Sampling(1))
+
+        def note(_prompt, **options):
+            given.clear()
+            given.update(options)
+            return answer
+
+        def stream(prompt, **options):
+            yield rc.Done(note(prompt, **options))
+
+        async def anote(prompt, **options):
+            return note(prompt, **options)
+
+        async def astream(prompt, **options):
+            yield rc.Done(note(prompt, **options))
+
+        calls = {"chat": note, "achat": anote, "stream_chat": stream, "astream_chat": astream}
+        for name, call in {**calls, "stream_completion": stream, "astream_completion": astream}.items():
+            monkeypatch.setattr(kb, name, call)
+        return given
+
+    return record

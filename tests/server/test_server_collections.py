@@ -7,14 +7,13 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from engine_texts import TEXTS
-from openai import NotFoundError, OpenAI
-from serving import Caller, wait_for
+from serving import READS, Caller
 
 import ragcache as rc
 from ragcache.engine.keys import Key, KeyFile, digest_of, new_secret, read_key_file, write_key_file
 from ragcache.errors import ConfigError
 
-QUESTION = "Where does the cat sit?"
+QUESTION = "Where does the zebra sleep?"
 SECRET = "The zebra password of Kelbrook is quagga, and the zebra sleeps in the tower until the morning bell."
 SECRETS = {name: new_secret() for name in ("alice", "bob", "reader", "writer", "nobody", "root", "late")}
 
@@ -53,23 +52,12 @@ def caller(served, id: str) -> Caller:
     return Caller(served, SECRETS[id], QUESTION)
 
 
-READS = {
-    "search": lambda c: c.post("/v1/search", query=SECRET, k=50).text,
-    "search by words": lambda c: c.post("/v1/search", query="zebra", k=50, search="text").text,
-    "search both ways": lambda c: c.post("/v1/search", query="zebra", k=50, search="hybrid").text,
+READS = READS | {
     "filter of another": lambda c: c.post("/v1/search", query="Who?", filter={"field_a": 1}).text.replace(
         "field_a", "", 1
     ),
-    "chat": lambda c: c.chat(retrieve=True, k=50).text,
-    "chat that keeps its context": lambda c: c.chat(context="keep", k=50).text,
-    "responses": lambda c: c.post("/v1/responses", model="tiny", input=QUESTION, max_output_tokens=1).text,
-    "ollama": lambda c: c.ollama().text,
-    "mcp search": lambda c: c.mcp("search", query=QUESTION, k=50),
-    "mcp ask": lambda c: c.mcp("ask", question=QUESTION, k=50, max_tokens=1),
-    "documents": lambda c: c.send("GET", "/v1/documents?limit=1000").text,
     "documents by id": lambda c: c.send("GET", "/v1/documents?id=o*").text,
     "a document": lambda c: c.send("GET", "/v1/documents/one").text,
-    "whole": lambda c: c.chat(k=50, search="text").text,
 }
 
 
@@ -79,7 +67,7 @@ def test_no_route_shows_a_key_documents_of_another(served):
         mine, theirs = read(alice), read(bob)
         assert "zebra" not in theirs, name
         assert "field_a" not in theirs, name
-        if name not in ("filter of another", "whole", "search by words"):
+        if name != "filter of another":
             assert "zebra" in mine or "one" in mine, name
     assert "zebra" in READS["search"](alice)
 
@@ -167,24 +155,6 @@ def test_figures_tell_a_key_of_what_it_sees(served):
     root, alice = (caller(served, id).send("GET", "/v1/store").json() for id in ("root", "alice"))
     assert (root["documents"], alice["documents"]) == (7, 2)
     assert (alice["bytes_by_tier"], alice["hits_by_tier"], alice["misses"]) == ({}, {}, 0)
-
-
-def test_vector_stores_are_their_keys_collections(served, kb):
-    def client(id):
-        return OpenAI(base_url=served.base_url, api_key=SECRETS[id], max_retries=0)
-
-    with client("alice") as alice, client("bob") as bob:
-        file = alice.files.create(file=("z.md", SECRET.encode()), purpose="assistants")
-        store = alice.vector_stores.create(file_ids=[file.id])
-        wait_for(lambda: alice.vector_stores.retrieve(store.id).status == "completed")
-        assert [one.collection for one in kb.documents({"document_id": {"$glob": "vs_*"}})] == [store.id]
-        assert alice.vector_stores.search(store.id, query="zebra").data
-        with pytest.raises(NotFoundError):
-            bob.vector_stores.search(store.id, query="zebra")
-        for one in (caller(served, "bob"), caller(served, "root")):
-            assert one.chat(collection=store.id).status_code == 404
-        alice.vector_stores.delete(store.id)
-    assert store.id not in kb.collections()
 
 
 def test_a_deleted_collection_answers_404_and_running_answers_end(served, kb):

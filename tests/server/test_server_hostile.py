@@ -81,62 +81,57 @@ def test_a_long_question_is_not_tokenised(shared, shared_kb, monkeypatch, unit):
     assert re.search(r"3,\d{3},\d{3} characters", refused.text)
 
 
-async def test_callers_take_turns_at_slots():
-    slots, order = Slots(4, 100, most_each=3), []
+class Askers:
+    """Questions that hold their slots until `free` is set. began: the callers whose questions got a slot, in order"""
 
-    async def one(caller: str) -> None:
+    def __init__(self, slots: Slots) -> None:
+        self.slots, self.free, self.began = slots, asyncio.Event(), list[str]()
+
+    async def ask(self, count: int, caller: str) -> list[asyncio.Task]:
+        tasks = [asyncio.create_task(self._hold(caller)) for _ in range(count)]
+        await asyncio.sleep(0.01)
+        return tasks
+
+    async def _hold(self, caller: str) -> None:
         CALLER.set(caller)
-        async with slots.hold():
-            order.append(caller)
-            await asyncio.sleep(0.001)
+        async with self.slots.hold():
+            self.began.append(caller)
+            await self.free.wait()
 
-    crowd = [asyncio.create_task(one("a")) for _ in range(40)]
-    await asyncio.sleep(0)
+
+async def test_callers_take_turns_at_slots():
+    askers = Askers(slots := Slots(4, 100, most_each=3))
+    crowd = await askers.ask(40, "a")
     assert (slots.in_use, slots.waiting) == (3, 37)
-    late = [asyncio.create_task(one("b")) for _ in range(2)]
-    await asyncio.gather(*late)
-    assert order.index("b") == 3  # a slot was free for it
-    await asyncio.gather(*crowd)
-    assert order.count("a") == 40
+    late = await askers.ask(2, "b")
+    assert askers.began == ["a", "a", "a", "b"]
+    askers.free.set()
+    await asyncio.gather(*late, *crowd)
+    assert askers.began.index("b", 4) < 6
+    assert askers.began.count("a") == 40
     assert slots.in_use == slots.waiting == 0
 
 
 async def test_a_question_cancelled_as_its_turn_comes_passes_it_on():
-    slots, free, answered = Slots(1, 10), asyncio.Event(), []
-
-    async def one(rank: int) -> None:
-        async with slots.hold():
-            answered.append(rank)
-            await free.wait()
-
-    tasks = [asyncio.create_task(one(rank)) for rank in range(4)]
-    await asyncio.sleep(0)
+    askers = Askers(slots := Slots(1, 10))
+    tasks = [task for rank in range(4) for task in await askers.ask(1, f"{rank}")]
     tasks[1].cancel()  # while it waits
-    free.set()
+    askers.free.set()
     tasks[0].cancel()  # frees the slot in the same turn of the loop
     await asyncio.wait(tasks)
-    assert answered == [0, 2, 3]
+    assert askers.began == ["0", "2", "3"]
     assert slots.in_use == slots.waiting == 0
 
 
 async def test_a_caller_fills_half_of_the_queue():
-    slots = Slots(2, 4, most_each=1)
-    free = asyncio.Event()
-
-    async def one(caller: str) -> None:
-        CALLER.set(caller)
-        async with slots.hold():
-            await free.wait()
-
-    crowd = [asyncio.create_task(one("a")) for _ in range(5)]
-    await asyncio.sleep(0.01)
+    askers = Askers(slots := Slots(2, 4, most_each=1))
+    crowd = await askers.ask(5, "a")
     refused = [task.exception() for task in crowd if task.done()]
     assert [type(error) for error in refused] == [ApiError] * 2
-    others = [asyncio.create_task(one("b")) for _ in range(3)]
-    await asyncio.sleep(0.01)
+    others = await askers.ask(3, "b")
     assert not any(task.done() for task in others)
     crowd[2].cancel()
-    free.set()
+    askers.free.set()
     await asyncio.gather(*others)
     await asyncio.wait(crowd)
     assert slots.in_use == slots.waiting == 0
@@ -251,14 +246,19 @@ def test_a_key_that_used_up_its_requests_is_told_when_to_return(serve):
     assert served.http.get("/healthz").status_code == 200
 
 
+def add(served: Served, key: str, name: str = "n") -> dict:
+    """Return the report of four short documents."""
+    texts = [{"id": f"{name}{rank}", "text": f"The {rank} dogs bark at birds."} for rank in range(4)]
+    headers = {"Authorization": f"Bearer {key}"}
+    return served.http.post("/v1/documents", json={"documents": texts}, headers=headers).json()
+
+
 def test_a_key_that_used_up_its_tokens_is_refused(serve):
     served = serve(api_keys=(ALICE, BOB), key_tokens=20, key_upload_tokens=70)
     assert ask(served, ALICE, max_tokens=30).status_code == 200
     assert ask(served, ALICE).status_code == 429
     assert ask(served, BOB).status_code == 200
-    headers = {"Authorization": f"Bearer {ALICE}"}
-    texts = [{"id": f"n{rank}", "text": f"The {rank} dogs bark at birds."} for rank in range(4)]
-    report = served.http.post("/v1/documents", json={"documents": texts}, headers=headers).json()
+    report = add(served, ALICE)
     assert report["added"]
     assert all("left to this key" in one["error"] for one in report["failed"])
     assert report["failed"]
@@ -291,16 +291,10 @@ def test_a_key_has_its_own_limit_of_added_tokens(serve, tmp_path):
     served, now = serve(key_file=tmp_path / "keys.toml"), 0.0
     served.service.quotas.clock = lambda: now
 
-    def failed(secret: str) -> list[str]:
-        texts = [{"id": f"{secret}{now}{rank}", "text": f"The {rank} dogs bark at birds."} for rank in range(4)]
-        headers = {"Authorization": f"Bearer {secret}"}
-        report = served.http.post("/v1/documents", json={"documents": texts}, headers=headers).json()
-        return [one["error"] for one in report["failed"]]
-
-    assert any("left to this key in this hour" in error for error in failed(ALICE))
-    assert failed(BOB) == []
+    assert any("left to this key in this hour" in one["error"] for one in add(served, ALICE)["failed"])
+    assert add(served, BOB, "b")["failed"] == []
     now = 3600.0
-    assert len(failed(ALICE)) < 4
+    assert len(add(served, ALICE, "later")["failed"]) < 4
 
 
 def test_a_bucket_refills_evenly():
@@ -361,8 +355,7 @@ def test_a_stream_begins_and_beats_while_its_prompt_waits(serve, monkeypatch):
     embeddings = served.service.kb.lm.model.get_input_embeddings()
     hook = embeddings.register_forward_pre_hook(lambda *_: free.wait(20) and None)
     try:
-        body = {"model": "tiny", "messages": [{"role": "user", "content": "Cats?"}], "stream": True, "max_tokens": 2}
-        with served.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        with served.stream("Cats?", max_tokens=2) as response:
             assert response.status_code == 200
             lines = response.iter_lines()
             beats = [line for line, _ in zip(lines, range(6), strict=False) if line.startswith(":")]

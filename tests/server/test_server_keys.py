@@ -55,6 +55,7 @@ def test_nothing_else_does(serve):
         ("DELETE", "/v1/documents/cats"),
         ("GET", "/v1/nothing"),
         ("GET", "/metrics"),
+        ("POST", "/mcp"),
     )
     for headers, (method, path) in product(WRONG, routes):
         response = served.http.request(method, path, headers=headers)

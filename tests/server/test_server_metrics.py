@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -48,9 +49,8 @@ def test_the_estimate_of_a_full_prefill_needs_a_full_read(served: Served):
 def test_waiting_for_a_slot_is_time_to_the_first_token(serve):
     """What the client sees counts, from the request's arrival, and not what is left of it once there is a slot."""
     served = serve(slots=1)
-    endless = {"max_tokens": 4000, "ragcache": {"retrieve": False}, "stream": True}
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "Cats?"}], **endless}
-    with served.http.stream("POST", "/v1/chat/completions", json=body) as running, ThreadPoolExecutor() as pool:
+    endless = {"max_tokens": 4000, "ragcache": {"retrieve": False}}
+    with served.stream("Cats?", **endless) as running, ThreadPoolExecutor() as pool:
         lines = running.iter_lines()  # let go of, it would close the stream
         next(lines)
         began = time.perf_counter()
@@ -156,24 +156,12 @@ def test_scrapes_do_not_walk_the_disk(serve, monkeypatch):
     served.http.get("/v1/store").raise_for_status()
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.setFormatter(JsonFormatter())
-        self.found: list[dict] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.found.append(json.loads(self.format(record)))
-
-
 @pytest.fixture
-def lines():
-    handler = Lines()
-    logger = logging.getLogger("ragcache.server")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield handler.found
-    logger.removeHandler(handler)
+def lines(caplog) -> Callable[[], list[dict]]:
+    """Return a function that reads the server's log as it is written."""
+    caplog.set_level(logging.INFO, "ragcache.server")
+    written = JsonFormatter().format
+    return lambda: [json.loads(written(one)) for one in caplog.records if one.name.startswith("ragcache.server")]
 
 
 BODIES = [
@@ -189,8 +177,8 @@ def test_a_client_that_hangs_up_within_its_body_is_no_failure(served: Served, li
     for number, (route, kind) in enumerate(BODIES):
         with send(served, route, b"--x\r\n", kind, length=100_000):
             time.sleep(0.2)
-        wait_for(lambda number=number: len(lines) > number)
-        assert [lines[number][name] for name in ("event", "level", "route", "status")] == [
+        wait_for(lambda number=number: len(lines()) > number)
+        assert [lines()[number][name] for name in ("event", "level", "route", "status")] == [
             "request",
             "info",
             route,
@@ -201,12 +189,12 @@ def test_a_client_that_hangs_up_within_its_body_is_no_failure(served: Served, li
     assert counted["ragcache_http_requests_total", "POST", "/v1/documents", "499"] == 2
 
 
-def test_a_line_a_request(served: Served, lines):
+def test_a_line_a_request(served: Served, lines, caplog):
     for stream in (False, True):
-        lines.clear()
+        caplog.clear()
         answer = served.chat(QUESTION, max_tokens=3, stream=stream)
-        wait_for(lambda: lines)
-        (line,) = lines
+        wait_for(lines)
+        (line,) = lines()
         assert line["request_id"] == answer.headers["x-request-id"]
         assert (line["event"], line["level"]) == ("request", "info")
         assert (line["route"], line["method"], line["status"]) == ("/v1/chat/completions", "POST", 200)
@@ -236,13 +224,13 @@ def test_the_log_holds_no_text_and_no_key(serve, lines, kb, monkeypatch):
     failed = served.chat(QUESTION)
     assert failed.status_code == 500
     assert failed.json()["error"]["code"] == "internal_error"
-    wait_for(lambda: len(lines) >= 11)
-    whole = json.dumps(lines)
+    wait_for(lambda: len(lines()) >= 11)
+    whole = json.dumps(lines())
     assert "xylophone" not in whole
     assert "cat sat" not in whole
     assert "secret-key" not in whole
     assert failed.headers["x-request-id"] in whole
-    (failure,) = [line for line in lines if line["event"] == "failure"]
+    (failure,) = [line for line in lines() if line["event"] == "failure"]
     assert failure["error"] == "ValueError"
     assert any("broken" in step for step in failure["trace"])
 
@@ -262,8 +250,8 @@ def test_a_failure_in_mid_stream_is_told_in_the_stream(served: Served, kb, lines
     last = json.loads(answer.text.strip().splitlines()[-1].removeprefix("data: "))
     assert last["error"]["code"] == "internal_error"
     assert "xylophone" not in answer.text.partition('"ragcache"')[2].partition("error")[2]
-    wait_for(lambda: len(lines) == 2)
-    assert lines[-1]["error"] == "internal_error"
+    wait_for(lambda: len(lines()) == 2)
+    assert lines()[-1]["error"] == "internal_error"
 
 
 def test_the_prefix_tree(served: Served):

@@ -63,7 +63,9 @@ def that_can_be_made(draw, cases):
         reject()
 
 
-def check(api, route: str, examples: int) -> None:
+@pytest.mark.parametrize("examples", [3, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("route", ROUTES)
+def test_answers_are_as_documented(api, route, examples):
     """Only what takes a body or a query can be asked wrongly."""
     method, path = route.split()
     for mode in (POSITIVE, NEGATIVE) if re.search(r"query|application/|multipart/", ROUTES[route]) else (POSITIVE,):
@@ -75,14 +77,3 @@ def check(api, route: str, examples: int) -> None:
             case.call_and_validate(excluded_checks=LEFT_OUT, timeout=120)
 
         answers_are_as_documented()
-
-
-@pytest.mark.parametrize("route", ROUTES)
-def test_answers_are_as_documented(api, route):
-    check(api, route, 3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("route", ROUTES)
-def test_many_answers_are_as_documented(api, route):
-    check(api, route, 500)

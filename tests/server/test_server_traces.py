@@ -31,8 +31,7 @@ def test_an_answer_is_a_span_with_its_phases(served, exported):
 
 
 def test_an_answer_that_fails_is_a_span_with_its_error(served, exported):
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "Where? " * 5000}]}
-    assert served.http.post("/v1/chat/completions", json=body).status_code == 400
+    assert served.chat("Where? " * 5000).status_code == 400
     (span,) = exported.get_finished_spans()
     assert (span.attributes["error.type"], span.status.status_code.name) == ("ContextTooLongError", "ERROR")
     assert "Where?" not in span.to_json()
@@ -72,9 +71,6 @@ def test_a_collector_gets_the_spans_over_http(served, monkeypatch):
     assert resource == "ragcache"
     assert spans.keys() >= {"chat tiny", "retrieve", "prefill", "decode"}
     assert {span.trace_id.hex() for span in spans.values()} == {PARENT[3:35]}
-    assert spans["chat tiny"].parent_span_id.hex() == PARENT[36:52]
-    told = {one.key: one.value for one in spans["chat tiny"].attributes}
-    assert told["gen_ai.usage.output_tokens"].int_value == 3
 
 
 def test_nothing_is_traced_unless_an_exporter_is_named(monkeypatch):

@@ -146,15 +146,11 @@ class ToolUseBlock(Block):
     input: JsonObject = Field(default_factory=dict)
 
 
-class ThinkingBlock(LooseModel):
+class ThinkingBlock(Block):
     """Reasoning of an earlier turn, which chat templates leave out."""
 
     type: Literal["thinking", "redacted_thinking"]
     cache_control: None = Field(default=None, description="Thoughts are not read again, and so cannot be pinned")
-
-    @property
-    def read(self) -> str:
-        return ""
 
 
 ContentBlock = Annotated[

@@ -113,7 +113,8 @@ class MessagesWriter(Writer):
         text = bodies.AnswerBlock(type="text", text=one.text, citations=None)
         content = [*([thoughts] if one.reasoning else []), *([text] if one.text else []), *map(_block, one.tool_calls)]
         found = ChatExtension(sources=sources_of(one.hits), **self.costs(one))
-        return self.message(content, usage_of(one), found, reason_of(one), one.stop or None)
+        ending = {"stop_reason": reason_of(one), "stop_sequence": one.stop or None}
+        return self.message(content=content, usage=usage_of(one), ragcache=found, **ending)
 
     async def chunks(self, rank: int, first: Event, work: Work[Event], *, usage: bool) -> AsyncIterator[bytes]:
         """Yield the events of the stream. The first event has no usage yet: it is known at the end."""
@@ -121,7 +122,8 @@ class MessagesWriter(Writer):
         nothing = bodies.MessageUsage(
             input_tokens=0, cache_creation_input_tokens=0, cache_read_input_tokens=0, output_tokens=0
         )
-        yield _say("message_start", message=self.message([], nothing, found))
+        begun = self.message(content=[], usage=nothing, ragcache=found, stop_reason=None, stop_sequence=None)
+        yield _say("message_start", message=begun)
         async for _, one in work:
             if isinstance(one, Done):
                 for said in self._close():
@@ -173,25 +175,8 @@ class MessagesWriter(Writer):
     def failed(self, error: Exception) -> bytes:
         return event(AnthropicRouter.error_body(self.problem(error)).to_json(), "error")
 
-    def message(
-        self,
-        content: list[bodies.AnswerBlock],
-        usage: bodies.MessageUsage,
-        found: ChatExtension,
-        reason: bodies.StopReason | None = None,
-        stop: str | None = None,
-    ) -> bodies.AnthropicMessage:
-        return bodies.AnthropicMessage(
-            id=self.id,
-            type="message",
-            role="assistant",
-            model=self.model,
-            content=content,
-            stop_reason=reason,
-            stop_sequence=stop,
-            usage=usage,
-            ragcache=found,
-        )
+    def message(self, **fields: Any) -> bodies.AnthropicMessage:
+        return bodies.AnthropicMessage(id=self.id, type="message", role="assistant", model=self.model, **fields)
 
 
 def reason_of(answer: Answer) -> bodies.StopReason:

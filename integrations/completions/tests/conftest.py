@@ -1,15 +1,4 @@
 """The server that its own tests run."""
 
-from tests.server.conftest import (  # noqa: F401
-    _no_settings_from_outside,
-    kb,
-    lm,
-    made,
-    mini,
-    mini_kb,
-    serve,
-    served,
-    shared,
-    shared_client,
-    shared_kb,
-)
+from tests.server.conftest import *  # noqa: F403
+from tests.server.conftest import _no_settings_from_outside  # noqa: F401

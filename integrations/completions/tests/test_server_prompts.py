@@ -1,13 +1,10 @@
 """Raw prompts, searches and token ids over HTTP are those of the engine."""
 
-import json
 from collections import defaultdict
 
-import jsonschema
 import openai
 import pytest
 from kit.makers import same_as
-from serving import events
 from transformers import PreTrainedTokenizerFast
 
 import ragcache as rc
@@ -52,27 +49,6 @@ def test_log_probabilities_of_a_completion(shared_client, kb, stream):
     assert lists["text_offset"] == [sum(map(len, texts[:rank])) for rank in range(8)]
     for near, own in zip(lists["top_logprobs"], right.logprobs, strict=True):
         assert near[own.text] == pytest.approx(own.logprob)
-
-
-def test_a_stream_brings_the_same_text(served, kb):
-    expected = kb.complete(PROMPT, sampling=rc.Sampling(max_tokens=6)).text
-    body = {
-        "model": "tiny",
-        "prompt": PROMPT,
-        "max_tokens": 6,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    with served.http.stream("POST", "/v1/completions", json=body) as response:
-        data = [one for _, one in events(response.iter_lines())]
-    assert data.pop() == "[DONE]"
-    found = [json.loads(one) for one in data]
-    assert {one["object"] for one in found} == {"text_completion"}
-    assert len({one["id"] for one in found}) == 1
-    assert "".join(choice["text"] for one in found for choice in one["choices"]) == expected
-    assert found[-1]["choices"] == []
-    assert found[-1]["usage"]["completion_tokens"] == 6
-    assert found[-2]["choices"][0]["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize(
@@ -142,6 +118,9 @@ def test_each_prompt_of_a_list_is_answered(served, kb):
     )
     streamed = ["".join(part.choices[0].text for part in parts if part.choices[0].index == rank) for rank in range(4)]
     assert (streamed, last.usage.prompt_tokens) == ([one.text for one in found.choices], found.usage.prompt_tokens)
+    assert (last.choices, last.usage.completion_tokens) == ([], 24)
+    assert {(part.object, part.id) for part in parts} == {("text_completion", last.id)}
+    assert [part.choices[0].finish_reason for part in parts if part.choices[0].finish_reason] == ["length"] * 4
 
 
 def test_an_unknown_model_and_a_prompt_that_does_not_fit(served):
@@ -201,34 +180,6 @@ def test_a_prompt_that_can_never_fit_is_not_tokenised(served, kb, monkeypatch):
     assert lengths == []
     twice = "ab" * kb.lm.max_positions
     assert served.http.post("/tokenize", json={"prompt": twice}).json()["count"] >= 2 * kb.lm.max_positions
-
-
-SCHEMA = {
-    "type": "object",
-    "properties": {"kind": {"enum": ["club", "town"]}, "year": {"type": "integer", "minimum": 1900, "maximum": 1999}},
-    "required": ["kind", "year"],
-    "additionalProperties": False,
-}
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_answers_hold_to_a_schema(mini, stream):
-    wanted = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA, "strict": True}}
-    client = openai.OpenAI(base_url=mini.base_url, api_key="none")
-    asked = {"model": "mini", "messages": [{"role": "user", "content": "Where?"}], "response_format": wanted}
-    if stream:
-        parts = client.chat.completions.create(**asked, stream=True)
-        text = "".join(part.choices[0].delta.content or "" for part in parts)
-    else:
-        text = client.chat.completions.create(**asked).choices[0].message.content
-    jsonschema.validate(json.loads(text), SCHEMA)
-
-
-def test_a_schema_that_cannot_be_compiled_is_the_requests_fault(mini):
-    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strange"}}}
-    response = mini.chat("Where?", response_format=wanted)
-    assert response.status_code == 400
-    assert "json_schema cannot be compiled" in response.json()["error"]["message"]
 
 
 def test_completions_are_explained_if_asked(shared):

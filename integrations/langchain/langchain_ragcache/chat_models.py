@@ -169,8 +169,7 @@ class ChatRagCache(BaseChatModel):
             events = self.kb.stream_chat(to_engine(messages), **self._reading(stop, kwargs))
             with closing(cast("Any", events)):
                 for event in events:
-                    chunk = writer.chunk(event)
-                    if chunk is None:
+                    if (chunk := writer.chunk(event)) is None:
                         continue
                     if run_manager:
                         run_manager.on_llm_new_token(chunk.text, chunk=chunk)
@@ -188,8 +187,7 @@ class ChatRagCache(BaseChatModel):
             events = self.kb.astream_chat(to_engine(messages), **self._reading(stop, kwargs))
             async with aclosing(cast("Any", events)):
                 async for event in events:
-                    chunk = writer.chunk(event)
-                    if chunk is None:
+                    if (chunk := writer.chunk(event)) is None:
                         continue
                     if run_manager:
                         await run_manager.on_llm_new_token(chunk.text, chunk=chunk)

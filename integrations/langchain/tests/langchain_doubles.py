@@ -1,54 +1,51 @@
-"""Embedders that show whether an event loop waits for them, and the store of LangChain's own test suites."""
+"""A slow embedder, a handler of callbacks, and the store of LangChain's own test suites."""
 
-import asyncio
-import threading
+import time
 
-import numpy as np
 import pytest
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.messages import AIMessage
 
 import ragcache as rc
 from ragcache_demo.bag_of_words import BagOfWords
 
-ANSWER_S = 20.0
 
-
-class LoopWatch:
-    """Asks the running event loop for a response, from the thread that does the work. A loop that waits for the work
-    does not respond; a loop that is only slow, on a busy machine, does.
-    """
-
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.answers: list[bool] = []
-
-    def ask(self) -> None:
-        if asyncio._get_running_loop() is self.loop:  # the loop itself does the work
-            self.answers.append(False)
-            return
-        alive = threading.Event()
-        self.loop.call_soon_threadsafe(alive.set)
-        # Once it has failed to answer, waiting longer only makes the test slow.
-        self.answers.append(alive.wait(ANSWER_S if all(self.answers) else 0.0))
-
-    @property
-    def went_on(self) -> bool:
-        return bool(self.answers) and all(self.answers)
-
-
-class WatchedEmbedder(BagOfWords):
-    """An embedder that asks the event loop at every call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.watch = LoopWatch()
+class SlowEmbedder(BagOfWords):
+    """An embedder whose calls take long enough for an event loop to be seen going on."""
 
     def embed(self, texts, *, batch_size=32):
-        self.watch.ask()
-        return np.array([BagOfWords.embed_query(self, text) for text in texts], np.float32)
+        time.sleep(0.05)
+        return super().embed(texts, batch_size=batch_size)
 
     def embed_query(self, text):
-        self.watch.ask()
+        time.sleep(0.05)
         return super().embed_query(text)
+
+
+class Seen(BaseCallbackHandler):
+    """Keeps what LangChain says of a model's or a retriever's call."""
+
+    def __init__(self) -> None:
+        self.pieces: list[str] = []
+
+    @property
+    def message(self) -> AIMessage:
+        return self.response.generations[0][0].message
+
+    def on_chat_model_start(self, serialized, messages, *, metadata, invocation_params, **kwargs):
+        self.messages, self.metadata, self.parameters = messages[0], metadata, invocation_params
+
+    def on_llm_new_token(self, token, *, chunk=None, **kwargs):
+        self.pieces.append(token)
+
+    def on_llm_end(self, response, **kwargs):
+        self.response = response
+
+    def on_retriever_start(self, serialized, query, *, metadata, tags, **kwargs):
+        self.metadata, self.tags = metadata, tags
+
+    def on_retriever_end(self, documents, **kwargs):
+        self.documents = documents
 
 
 class OverAStore:

@@ -3,12 +3,12 @@
 from functools import partial
 
 import pytest
-from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
 from langchain_core.language_models import GenericFakeChatModel
 from langchain_core.output_parsers import BaseOutputParser, StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
+from langchain_doubles import Seen
 from langchain_registry import QUESTION
 
 import ragcache as rc
@@ -39,21 +39,11 @@ def chain(llm, retriever):
     return create_fused_retrieval_chain(retriever, create_fused_documents_chain(llm, PROMPT))
 
 
-class LastAnswer(BaseCallbackHandler):
-    """Keeps, from inside a chain, the model's last answer with its usage, and the prompt."""
-
-    def on_chat_model_start(self, serialized, messages, **kwargs):
-        self.messages = messages[0]
-
-    def on_llm_end(self, response, **kwargs):
-        self.message = response.generations[0][0].message
-
-
 # Answers
 
 
 async def test_a_chain_answers_as_the_store_does_at_its_cost(registry, chain):
-    seen = LastAnswer()
+    seen = Seen()
     result = chain.invoke({"input": QUESTION}, {"callbacks": [seen]})
     own = registry.ask(QUESTION, 3)
     assert result["answer"] == own.text
@@ -148,7 +138,7 @@ def test_names_and_parser_are_the_callers(registry, llm, retriever):
 
 def test_a_question_cannot_take_the_place_of_documents(registry, llm, retriever):
     asked = {"input": "{context} documents0 <context>", "context": retriever.invoke(QUESTION)}
-    seen = LastAnswer()
+    seen = Seen()
     create_fused_documents_chain(llm, PROMPT).invoke(asked, {"callbacks": [seen]})
     assert seen.messages[0].content[-1] == {"type": "text", "text": "Question: {context} documents0 <context>"}
     assert len(seen.messages[0].content) == 4
@@ -171,7 +161,7 @@ async def test_a_model_may_have_fallbacks_and_further_steps(registry, llm, retri
     monkeypatch.setattr(registry, "chat", partial(failing, registry.chat))
     monkeypatch.setattr(registry, "achat", partial(failing, registry.achat))
     chain = create_fused_documents_chain(build(llm, down), PROMPT)
-    own, seen = registry.ask(QUESTION, 3), LastAnswer()
+    own, seen = registry.ask(QUESTION, 3), Seen()
     given = {"input": QUESTION, "context": retriever.invoke(QUESTION)}
     assert chain.invoke(given, {"callbacks": [seen]}) == own.text
     assert seen.message.response_metadata["computed_tokens"] == own.usage.computed_tokens
@@ -259,7 +249,7 @@ def test_a_document_prompt_and_a_separator_stand_between_passages(registry, llm,
     ]
     labels = PromptTemplate.from_template("[{n}] {page_content}(end)")
     chain = create_fused_documents_chain(llm, PROMPT, document_prompt=labels, document_separator="\n---\n")
-    seen = LastAnswer()
+    seen = Seen()
     said = chain.invoke({"input": QUESTION, "context": found}, {"callbacks": [seen]})
     one, two, three = [rc.Passage(doc.page_content, handle=doc.metadata["ragcache_handle"]) for doc in found]
     parts = ["[0] ", one, "(end)\n---\n[1] ", two, "(end)\n---\n[2] ", three, f"(end)Question: {QUESTION}"]

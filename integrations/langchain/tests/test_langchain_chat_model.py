@@ -5,13 +5,13 @@ import time
 from dataclasses import replace
 
 import pytest
-from langchain_core.caches import InMemoryCache
-from langchain_core.callbacks import BaseCallbackHandler, UsageMetadataCallbackHandler
+from langchain_core.callbacks import UsageMetadataCallbackHandler
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, ChatMessage, HumanMessage, SystemMessage
 from langchain_core.messages.content import create_text_block
-from langchain_doubles import LoopWatch
+from langchain_doubles import Seen
 from langchain_registry import QUESTION, REGISTRY, is_json
+from waiting import ticking
 
 import ragcache as rc
 from langchain_ragcache import ChatRagCache, RagCacheRetriever, RagCacheVectorStore, document_block
@@ -129,14 +129,13 @@ async def test_streams_add_up_to_the_answer(chat, passages):
     assert (await chat.ainvoke(reading(passages))).text == whole.text
 
 
-async def test_an_event_loop_goes_on_while_the_model_runs(babbler, monkeypatch):
-    watch, scheduler = LoopWatch(), babbler.kb.lm.scheduler
-    forward = scheduler.forward
-    monkeypatch.setattr(scheduler, "forward", lambda pieces: (watch.ask(), forward(pieces))[1])
-    await babbler.ainvoke("Hi", max_tokens=6)
-    [chunk async for chunk in babbler.astream("Hi", max_tokens=6)]
-    assert len(watch.answers) >= 12
-    assert watch.went_on
+async def test_an_event_loop_goes_on_while_the_model_runs(babbler, slow_model):
+    async with ticking() as ticks:
+        await babbler.ainvoke("Hi", max_tokens=6)
+    assert ticks.count >= 5
+    async with ticking() as ticks:
+        [chunk async for chunk in babbler.astream("Hi", max_tokens=6)]
+    assert ticks.count >= 5
 
 
 # Handles
@@ -200,23 +199,6 @@ def counted(lm, monkeypatch, pause_s: float = 0.0) -> list[float]:
 # Callbacks, traces, caches
 
 
-class Seen(BaseCallbackHandler):
-    def __init__(self) -> None:
-        self.pieces: list[str] = []
-
-    def on_chat_model_start(self, serialized, messages, *, metadata, invocation_params, **kwargs):
-        self.metadata, self.parameters = metadata, invocation_params
-
-    def on_llm_new_token(self, token, *, chunk=None, **kwargs):
-        self.pieces.append(token)
-
-    def on_llm_end(self, response, **kwargs):
-        self.response = response
-
-    def on_llm_error(self, error, **kwargs):
-        self.error = error
-
-
 async def test_callbacks_see_tokens_and_usage(chat, passages):
     text = chat.invoke(reading(passages)).text
     for stream in (chat.stream, chat.astream):
@@ -249,16 +231,6 @@ def test_traces_name_the_model_and_its_parameters(chat):
     assert is_json(seen.parameters)
     assert seen.parameters["fingerprint"] == chat.kb.lm.fingerprint
     assert seen.parameters["_type"] == "ragcache"
-
-
-def test_langchains_cache_of_answers_tells_settings_apart(registry, passages):
-    chat = ChatRagCache(kb=registry, cache=InMemoryCache())
-    question = [HumanMessage([*(document_block(Document(page_content=d.page_content)) for d in passages), ASKED])]
-    first = chat.invoke(question)
-    assert chat.invoke(question).response_metadata["timings"] == first.response_metadata["timings"]
-    assert chat.invoke(question, max_tokens=2).text != first.text
-    other = ChatRagCache(kb=registry, cache=chat.cache, method="full")
-    assert other.invoke(question).response_metadata["method"] == "full"
 
 
 def test_tokens_are_counted_by_the_models_own_tokenizer(chat):

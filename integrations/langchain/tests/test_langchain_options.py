@@ -13,32 +13,6 @@ ELSEWHERE = {"sampling", "timeout_s", "cancelled"}
 GIVEN = {**READ, "context": "keep", "drop_turns": False}
 
 
-class Engine:
-    """Records the options of a store's calls, and returns a prepared answer."""
-
-    def __init__(self, kb: rc.RagCache, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.options: dict[str, object] = {}
-        answer = kb.chat([{"role": "user", "content": "Hi"}], sampling=rc.Sampling(1))
-
-        def chat(messages, **options):
-            self.options = options
-            return answer
-
-        def stream_chat(messages, **options):
-            self.options = options
-            yield rc.Done(answer)
-
-        async def achat(messages, **options):
-            return chat(messages, **options)
-
-        async def astream_chat(messages, **options):
-            self.options = options
-            yield rc.Done(answer)
-
-        for call in (chat, stream_chat, achat, astream_chat):
-            monkeypatch.setattr(kb, call.__name__, call)
-
-
 @pytest.fixture
 def kb(open_kb) -> rc.RagCache:
     return open_kb()
@@ -51,14 +25,14 @@ def test_no_option_of_the_engine_is_absent():
     assert set(rc.RetrieveOptions.__annotations__) <= set(RagCacheRetriever.model_fields)
 
 
-async def test_fields_and_arguments_of_a_call_reach_the_engine(kb, monkeypatch):
-    engine = Engine(kb, monkeypatch)
+async def test_fields_and_arguments_of_a_call_reach_the_engine(kb, recorded):
+    engine = recorded(kb)
     for model, options in (
         (ChatRagCache(kb=kb, timeout=9, **GIVEN, **SAMPLED), {}),
         (ChatRagCache(kb=kb), {"timeout": 9, **GIVEN, **SAMPLED}),
     ):
         for way in ("invoke", "stream", "ainvoke", "astream"):
-            engine.options = {}
+            engine.clear()
             if way == "invoke":
                 model.invoke("Hi", **options)
             elif way == "stream":
@@ -67,12 +41,12 @@ async def test_fields_and_arguments_of_a_call_reach_the_engine(kb, monkeypatch):
                 await model.ainvoke("Hi", **options)
             else:
                 [chunk async for chunk in model.astream("Hi", **options)]
-            assert engine.options.items() >= {**GIVEN, "timeout_s": 9}.items(), way
-            assert engine.options["sampling"] == rc.Sampling(**SAMPLED), way
+            assert engine.items() >= {**GIVEN, "timeout_s": 9}.items(), way
+            assert engine["sampling"] == rc.Sampling(**SAMPLED), way
 
 
-def test_forms_other_names_and_stops_reach_the_engine(kb, monkeypatch):
-    engine, plain = Engine(kb, monkeypatch), ChatRagCache(kb=kb)
+def test_forms_other_names_and_stops_reach_the_engine(kb, recorded):
+    engine, plain = recorded(kb), ChatRagCache(kb=kb)
     for model, given, wanted in (
         *((plain, {name: value}, {name: value}) for name, value in FORMS.items()),
         (ChatRagCache(kb=kb, max_completion_tokens=3), {}, {"max_tokens": 3}),
@@ -82,13 +56,13 @@ def test_forms_other_names_and_stops_reach_the_engine(kb, monkeypatch):
         (ChatRagCache(kb=kb, stop="x"), {"stop": []}, {}),
     ):
         model.invoke("Hi", **given)
-        assert engine.options["sampling"] == rc.Sampling(**wanted)
+        assert engine["sampling"] == rc.Sampling(**wanted)
 
 
-def test_what_a_call_says_wins(kb, monkeypatch):
-    engine = Engine(kb, monkeypatch)
+def test_what_a_call_says_wins(kb, recorded):
+    engine = recorded(kb)
     ChatRagCache(kb=kb, **GIVEN).invoke("Hi", hint=True, enable_thinking=None, context="last")
-    assert engine.options.items() >= {**GIVEN, "hint": True, "enable_thinking": None, "context": "last"}.items()
+    assert engine.items() >= {**GIVEN, "hint": True, "enable_thinking": None, "context": "last"}.items()
 
 
 def test_answers_of_other_options_are_other_answers_to_a_cache(kb):

@@ -8,8 +8,9 @@ from kit.embedders import FourWords
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.vectorstores.utils import maximal_marginal_relevance
-from langchain_doubles import WatchedEmbedder
+from langchain_doubles import SlowEmbedder
 from langchain_registry import QUESTION, REGISTRY, registry_documents
+from waiting import ticking
 
 import ragcache as rc
 from langchain_ragcache import (
@@ -225,17 +226,18 @@ async def test_as_retriever(filled, search_type, search_kwargs, count):
 
 
 async def test_an_event_loop_goes_on_while_a_store_works(tmp_path, mini):
-    embedder = WatchedEmbedder()
-    with RagCacheVectorStore(tmp_path / "kb", embedder, model=mini) as store:
-        embedder.watch.answers.clear()  # opening asks the embedder in the thread that opens
-        await store.aadd_documents(registry_documents())
-        await store.asimilarity_search(QUESTION)
-        relevant = await store.asimilarity_search_with_relevance_scores(QUESTION, 1)
-        await store.amax_marginal_relevance_search(QUESTION)
-        await store.adelete(["torley"])
-        assert len(embedder.watch.answers) >= 4
-        assert embedder.watch.went_on
-        assert relevant == store.similarity_search_with_relevance_scores(QUESTION, 1)
+    with RagCacheVectorStore(tmp_path / "kb", SlowEmbedder(), model=mini) as store:
+        for call in (
+            store.aadd_documents(registry_documents()),
+            store.asimilarity_search(QUESTION),
+            store.amax_marginal_relevance_search(QUESTION),
+            store.asimilarity_search_with_relevance_scores(QUESTION, 1),
+        ):
+            async with ticking() as ticks:
+                found = await call
+            assert ticks.count >= 5
+        assert found == store.similarity_search_with_relevance_scores(QUESTION, 1)
+        assert await store.adelete(["torley"])
 
 
 # Opening

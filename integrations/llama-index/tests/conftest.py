@@ -78,20 +78,10 @@ class Recorder(BaseEventHandler):
     def handle(self, event: BaseEvent, **kwargs: object) -> None:
         self.events.append(event)
 
-    def of(self, *kinds: type) -> list:
-        return [event for event in self.events if isinstance(event, kinds)]
-
     def answers(self) -> list[dict]:
         """Return the engine's answers, from LlamaIndex's events of the model's last responses."""
-        return [event.response.raw for event in self.of(LLMChatEndEvent, LLMCompletionEndEvent)]
-
-    def sources(self) -> list[tuple[str, str]]:
-        """Return the id and the origin of the KV of each passage of the only answer."""
-        [answer] = self.answers()
-        return [(hit["chunk_id"], hit["kv"]) for hit in answer["hits"]]
-
-    def names(self) -> list[str]:
-        return [event.class_name() for event in self.events]
+        ends = LLMChatEndEvent | LLMCompletionEndEvent
+        return [event.response.raw for event in self.events if isinstance(event, ends)]
 
 
 @pytest.fixture

@@ -1,5 +1,4 @@
 import pytest
-from li_loop import ticking
 from li_texts import SHORT
 from llama_index.core.async_utils import asyncio_run
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
@@ -7,6 +6,7 @@ from llama_index.core.chat_engine import ContextChatEngine
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.postprocessor import SimilarityPostprocessor
 from llama_index.core.prompts import PromptTemplate
+from waiting import ticking
 
 import ragcache as rc
 from llama_index.chat_engine.ragcache import RagCacheChatEngine

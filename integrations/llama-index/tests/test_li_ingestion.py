@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
-from li_loop import ticking
 from li_texts import TEXTS
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import Document
 from llama_index.core.storage.docstore import SimpleDocumentStore
+from waiting import ticking
 
 import ragcache as rc
 from llama_index.embeddings.ragcache import RagCacheEmbedding
@@ -59,21 +59,6 @@ async def test_async_is_sync_and_leaves_the_loop_alone(empty, pipeline, slow_mod
     assert [chunk.text for chunk in empty.chunks([node.node_id for node in nodes])] == [node.text for node in nodes]
 
 
-# The pipeline's own cache
-
-
-def test_a_cached_run_fills_a_store_that_was_cleared(empty, pipeline):
-    once = pipeline()
-    once.run(documents=documents())
-    before = texts(empty)
-    RagCacheVectorStore(empty).clear()
-    once.run(documents=documents())
-    assert texts(empty) == before
-
-
-# Docstore strategies
-
-
 def test_upserts_replace_what_changed_and_leave_the_rest(empty, pipeline):
     upserts = pipeline(docstore=SimpleDocumentStore(), docstore_strategy=DocstoreStrategy.UPSERTS)
     upserts.run(documents=documents())
@@ -81,14 +66,3 @@ def test_upserts_replace_what_changed_and_leave_the_rest(empty, pipeline):
     [changed] = upserts.run(documents=documents(dogs="Dogs sleep by day."))
     assert changed.text == "Dogs sleep by day."
     assert texts(empty) == sorted({**{id: t.strip() for id, t in TEXTS.items()}, "dogs": changed.text}.values())
-
-
-def test_whole_documents_can_be_upserted_without_a_splitter(empty):
-    store = RagCacheVectorStore(empty)
-    whole = IngestionPipeline(
-        transformations=[RagCacheEmbedding(empty)], vector_store=store, docstore=SimpleDocumentStore()
-    )
-    whole.run(documents=documents())
-    assert whole.run(documents=documents()) == []
-    whole.run(documents=documents(dogs="Dogs sleep by day.\n"))
-    assert texts(empty) == sorted({**TEXTS, "dogs": "Dogs sleep by day.\n"}.values())

@@ -5,11 +5,11 @@ import pickle
 from collections.abc import Callable
 
 import pytest
-from li_loop import ticking
 from li_texts import QUESTION, SHORT
 from llama_index.core.base.llms.types import ChatMessage, MessageRole, TextBlock, ThinkingBlock
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.schema import NodeWithScore, TextNode
+from waiting import ticking
 
 import ragcache as rc
 from llama_index.llms.ragcache import FusedPrompt, PassageBlock, RagCacheLLM
@@ -171,12 +171,6 @@ def test_tokens_are_counted_by_the_frameworks_handler(llm):
     usage = llm.chat(MESSAGES).raw["usage"]
     assert counter.prompt_llm_token_count == usage["prompt_tokens"]
     assert counter.completion_llm_token_count == usage["completion_tokens"]
-
-
-# Handles are hints
-
-
-# Bad input
 
 
 def test_what_another_model_thought_is_read_over(llm):

@@ -18,25 +18,8 @@ MESSAGES = [ChatMessage("Hi")]
 
 
 @pytest.fixture
-def engine(kb, monkeypatch) -> dict[str, object]:
-    """Return a dictionary that holds the options of the last call for a stream."""
-    given: dict[str, object] = {}
-    answer = kb.complete("Hi", sampling=rc.Sampling(1))
-
-    def stream(prompt, **options):
-        given.clear()
-        given.update(options)
-        yield rc.Done(answer)
-
-    async def astream(prompt, **options):
-        given.clear()
-        given.update(options)
-        yield rc.Done(answer)
-
-    for name in ("stream_chat", "stream_completion"):
-        monkeypatch.setattr(kb, name, stream)
-        monkeypatch.setattr(kb, f"a{name}", astream)
-    return given
+def engine(kb, recorded) -> dict[str, object]:
+    return recorded(kb)
 
 
 def test_no_option_of_the_engine_is_absent():

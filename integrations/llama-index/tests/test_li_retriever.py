@@ -1,12 +1,11 @@
-import pickle
 import time
 
 import numpy as np
 import pytest
-from li_loop import ticking
 from li_texts import QUESTION
-from llama_index.core.schema import MetadataMode, QueryBundle, TextNode
+from llama_index.core.schema import QueryBundle, TextNode
 from llama_index.core.vector_stores.types import FilterCondition, FilterOperator, MetadataFilter, MetadataFilters
+from waiting import ticking
 
 from llama_index.retrievers.ragcache import RagCacheRetriever
 from llama_index.vector_stores.ragcache import HANDLE_KEY, RagCacheVectorStore
@@ -24,30 +23,6 @@ def test_nodes_are_the_engines_passages(kb):
     assert [node.text for node in found] == [hit.chunk.text for hit in hits]
     assert [node.metadata["year"] for node in found] == [hit.chunk.metadata["year"] for hit in hits]
     assert ids(RagCacheRetriever(kb, k=3).retrieve(QUESTION)) == ids(found)
-
-
-def test_the_handle_is_in_the_metadata_and_no_model_reads_it(kb):
-    for node in RagCacheRetriever(kb, k=4).retrieve(QUESTION):
-        handle = node.metadata[HANDLE_KEY]
-        assert handle == kb.chunks([node.node_id])[0].handle
-        assert handle not in node.node.get_content(MetadataMode.LLM)
-        assert handle not in node.node.get_content(MetadataMode.EMBED)
-        assert "year" in node.node.get_content(MetadataMode.LLM)
-
-
-def test_nodes_stored_by_llamaindex_come_back_whole(store, nodes):
-    store.add(nodes)
-    [found] = RagCacheRetriever(store.client, k=1).retrieve("Where does the Arno rise?")
-    handle = found.node.metadata.pop(HANDLE_KEY)
-    assert handle
-    assert found.node.metadata == nodes[2].metadata
-    assert found.node.start_char_idx == nodes[2].start_char_idx
-
-
-def test_found_nodes_can_be_pickled_and_written_as_json(kb):
-    found = RagCacheRetriever(kb, k=2).retrieve(QUESTION)
-    assert pickle.loads(pickle.dumps(found)) == found
-    assert [TextNode.from_json(node.node.to_json()) for node in found] == [node.node for node in found]
 
 
 def test_filters_narrow(kb):

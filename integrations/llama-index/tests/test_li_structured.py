@@ -1,7 +1,5 @@
 """Structured output of LlamaIndex's calls: objects of a class, by constrained decoding."""
 
-import json
-
 import pytest
 from kit.makers import tiny_lm
 from llama_index.core.base.llms.types import ChatMessage
@@ -9,7 +7,6 @@ from llama_index.core.prompts import PromptTemplate
 from pydantic import BaseModel, Field
 
 from llama_index.llms.ragcache import RagCacheLLM
-from ragcache.errors import ConfigError
 
 ASKED = PromptTemplate("Is {person} a member?")
 PERSON = {"person": "Jonas Lansen"}
@@ -28,16 +25,6 @@ lm = tiny_lm(positions=2048)
 @pytest.fixture
 def llm(open_kb):
     return RagCacheLLM(open_kb(), max_tokens=64)
-
-
-def test_a_form_without_a_class(llm):
-    message = ChatMessage("Is he?")
-    assert llm.chat([message], choices=["yes", "no"]).message.content in ("yes", "no")
-    assert llm.chat([message], regex="[ab]{3}").message.content.strip("ab") == ""
-    text = llm.chat([message], json_schema={"type": "boolean"}).message.content
-    assert isinstance(json.loads(text), bool)
-    with pytest.raises(ConfigError, match="exclude each other"):
-        llm.chat([message], choices=["a"], regex="a")
 
 
 def test_the_schema_of_a_class_holds_an_answer(llm):

@@ -2,7 +2,7 @@
 
 import pytest
 from kit.makers import tiny_lm
-from llama_index.core.agent.workflow import AgentWorkflow, FunctionAgent
+from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.base.llms.types import ChatMessage, MessageRole, ThinkingBlock, ToolCallBlock
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
@@ -121,18 +121,13 @@ def test_passages_of_a_tool_are_fused(llm, tools, kb):
 
 # LlamaIndex's agents ask pydantic for names that it will drop.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("streaming", [True, pytest.param(False, marks=pytest.mark.slow)])
-async def test_agents(llm, tools, lm, monkeypatch, streaming):
-    script(monkeypatch, lm, CALL, "The Heron.", CALL, "The Heron.")
-    for agent in (
-        FunctionAgent(tools=tools, llm=llm, system_prompt="Be brief.", streaming=streaming),
-        AgentWorkflow(agents=[FunctionAgent(name="a", tools=tools, llm=llm, streaming=streaming)]),
-    ):
-        response = await agent.run(user_msg=ASKED)
-        assert str(response) == "The Heron."
-        assert [(call.tool_name, call.tool_kwargs) for call in response.tool_calls] == CALLED[:1]
-        (hit,) = response.raw["hits"]
-        assert (hit["text"].strip(), hit["kv"] in ("disk", "memory")) == (STORED, True)
+async def test_an_agent(llm, tools, lm, monkeypatch):
+    script(monkeypatch, lm, CALL, "The Heron.")
+    response = await FunctionAgent(tools=tools, llm=llm, system_prompt="Be brief.").run(user_msg=ASKED)
+    assert str(response) == "The Heron."
+    assert [(call.tool_name, call.tool_kwargs) for call in response.tool_calls] == CALLED[:1]
+    (hit,) = response.raw["hits"]
+    assert (hit["text"].strip(), hit["kv"] in ("disk", "memory")) == (STORED, True)
 
 
 def test_a_model_whose_template_shows_no_tools(kb, tools, monkeypatch):

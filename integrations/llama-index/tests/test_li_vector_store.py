@@ -3,7 +3,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from li_loop import ticking
 from llama_index.core import StorageContext, VectorStoreIndex
 from llama_index.core.schema import (
     BaseNode,
@@ -17,6 +16,7 @@ from llama_index.core.schema import (
     TextNode,
 )
 from llama_index.core.vector_stores.types import MetadataFilter, MetadataFilters, VectorStoreQuery, VectorStoreQueryMode
+from waiting import ticking
 
 import ragcache as rc
 from llama_index.embeddings.ragcache import RagCacheEmbedding
@@ -161,8 +161,8 @@ def test_variety_is_that_of_the_engine(store, nodes):
 @pytest.mark.parametrize(("mode", "search"), [("hybrid", "hybrid"), ("text_search", "text")])
 def test_words_are_searched_as_the_engine_does(store, nodes, mode, search):
     store.add(nodes)
-    hits = store.client.retrieve(RIVER, k=3, search=search)
-    asked = query(RIVER, 3, mode=VectorStoreQueryMode(mode), query_str=RIVER)
+    hits = store.client.retrieve("Arno", k=3, search=search)
+    asked = query("Arno", 3, mode=VectorStoreQueryMode(mode), query_str="Arno")
     assert store.query(asked).ids == [hit.chunk.id for hit in hits]
 
 

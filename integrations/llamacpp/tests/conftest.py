@@ -59,14 +59,10 @@ def write_family(directory: Path, family: str) -> Path:
     return write(directory / f"{family}.gguf", model, OWN.get(family, VOCABULARY))
 
 
-def _write_all(tmp_path_factory) -> dict[str, Path]:
-    directory = tmp_path_factory.mktemp("gguf")
-    return {family: write_family(directory, family) for family in FAMILIES}
-
-
 @pytest.fixture(scope="session")
 def files(tmp_path_factory) -> dict[str, Path]:
-    return _write_all(tmp_path_factory)
+    directory = tmp_path_factory.mktemp("gguf")
+    return {family: write_family(directory, family) for family in FAMILIES}
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from ragcache.models.ollama import MODEL_LAYER
 
 pytest.importorskip("llama_cpp", reason="needs llama-cpp-python, which is built from source")
 from ragcache_llamacpp import context
+from ragcache_llamacpp.options import LlamaOptions
 
 QUESTION = "When does the rowing club of Kelbrook meet?"
 SHORT = rc.Sampling(max_tokens=8)
@@ -172,18 +173,12 @@ def test_deleted_documents_leave_the_kept_sequences(open_llama):
 
 def test_a_state_of_another_model_is_refused_by_name(open_llama, files):
     kb = open_llama(method="reposition")
-    other = context.LlamaContext(files["gemma3"], kb_options(), 512, 5)
+    other = context.LlamaContext(files["gemma3"], LlamaOptions(n_ctx=512, threads=1), 512, 5)
     other.decode([context.Row(1, 0, [1, 2, 3, 4])])
     state = other.state(1)
     with pytest.raises(errors.StaleBlockError, match="another model's"):
         kb.lm.call(lambda: kb.lm.context.place(state, 0, 4, 1, 0))
     assert kb.ask(QUESTION, k=1, sampling=SHORT).usage.prompt_tokens
-
-
-def kb_options():
-    from ragcache_llamacpp.options import LlamaOptions
-
-    return LlamaOptions(n_ctx=512, threads=1)
 
 
 # What is refused

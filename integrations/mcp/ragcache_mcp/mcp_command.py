@@ -29,7 +29,8 @@ def mcp(
     The client starts this command itself and ends it by closing its input. Answer options are defaults, which a call
     may override. A store that does not exist is made. `ragcache serve` has the same tools at /mcp.
     """
-    check_installed()
+    if importlib.util.find_spec("mcp") is None:
+        raise ConfigError('mcp is not installed; run: pip install "ragcache-kv[mcp]"')
     if not timeout_s > 0:
         raise ConfigError(f"--timeout is {timeout_s}; it must be above 0")
     options = answer.call_options()
@@ -39,9 +40,3 @@ def mcp(
         kb = open_with_models(store, models, reading=reading, create=True)
     with kb:
         build(Tools(kb, options, timeout_s), writes=not read_only).run("stdio")
-
-
-def check_installed() -> None:
-    """Raise ConfigError when the extra is absent."""
-    if importlib.util.find_spec("mcp") is None:
-        raise ConfigError('mcp is not installed; run: pip install "ragcache-kv[mcp]"')

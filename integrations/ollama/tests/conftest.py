@@ -1,3 +1,3 @@
 """The server that the tests of the server run."""
 
-from tests.server.conftest import _no_settings_from_outside, agent, kb, lm, made, mini, mini_kb, serve, served  # noqa: F401
+from tests.server.conftest import _no_settings_from_outside, agent, kb, lm, made, serve, served  # noqa: F401

@@ -202,13 +202,14 @@ def test_a_result_belongs_to_the_first_call_of_its_function_that_has_none():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_answers_hold_to_a_form(mini: Served, connect, stream):
-    client = connect(mini)
+def test_answers_hold_to_a_form(agent: Served, connect, stream):
+    """Even those of a random model."""
+    client, name = connect(agent), agent.service.chat_model
     schema = {"type": "object", "properties": {"year": {"type": "integer", "maximum": 1999}}, "required": ["year"]}
     schema["additionalProperties"] = False
-    found = client.chat("mini", ASKED, format=schema, stream=stream)
+    found = client.chat(name, ASKED, format=schema, stream=stream)
     jsonschema.validate(json.loads("".join(one.message.content for one in (found if stream else [found]))), schema)
-    found = client.generate("mini", QUESTION, format=schema, stream=stream)
+    found = client.generate(name, QUESTION, format=schema, stream=stream)
     jsonschema.validate(json.loads("".join(one.response for one in (found if stream else [found]))), schema)
 
 
@@ -359,8 +360,6 @@ def test_keys_guard_the_routes(serve, connect):
         connect(served).chat("tiny", ASKED)
     keyed = connect(served, headers={"Authorization": "Bearer secret"})
     assert keyed.list().models
-    document = httpx.get(f"{served.url}/openapi.json", trust_env=False).json()
-    assert document["paths"]["/api/chat"]["post"]["security"] == [{"bearer": []}]
 
 
 def test_a_client_that_hangs_up_frees_its_slot(serve, connect):

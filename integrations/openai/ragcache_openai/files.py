@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
@@ -98,8 +97,7 @@ async def get_file(caller: CallerParam, id: str) -> FileObject:
 )
 async def get_content(caller: CallerParam, id: str) -> Response:
     file = await _find(caller, id)
-    content: Iterator[bytes] = caller.records.content(file)
-    parts: AsyncIterator[bytes] = iterate_in_threadpool(content)
+    parts = iterate_in_threadpool(caller.records.content(file))
     headers = {"Content-Length": str(file.body["bytes"]), "Content-Disposition": "attachment"}
     return StreamingResponse(parts, headers=headers, media_type="application/octet-stream")
 

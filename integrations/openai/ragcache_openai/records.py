@@ -118,10 +118,6 @@ class Records:
         self._db = database
         self._made = self._complete = False
 
-    @property
-    def read_only(self) -> bool:
-        return self._db.read_only
-
     def add(self, records: Sequence[Record], content: BinaryIO | None = None) -> list[Record]:
         """Keep new objects, all or none, and return them in order of creation.
 

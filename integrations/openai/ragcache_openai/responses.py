@@ -118,10 +118,6 @@ class ResponsesRequest(chat_types.Ignored):
     def search(self) -> FileSearchTool | None:
         return self.tools[0] if self.tools and self.tool_choice != "none" else None
 
-    @property
-    def wants_results(self) -> bool:
-        return bool(self.include)
-
     def as_chat(self, history: Sequence[dict[str, Any]] = ()) -> chat_types.ChatRequest:
         """Return the request as a chat request. history: kept items before the input"""
         told = [chat_types.Message(role="system", content=self.instructions)] if self.instructions else []
@@ -267,12 +263,9 @@ RESPONSE = "response"
     },
 )
 async def create_response(request: Request, caller: CallerParam, asked: ResponsesRequest) -> Response:
-    service = caller.service
-    retrieves, history, kb = (
-        service.retrieves(asked.model),
-        await caller.read(_chain, caller, asked.previous_response_id),
-        service.kb,
-    )
+    service, kb = caller.service, caller.service.kb
+    retrieves = service.retrieves(asked.model)
+    history = await caller.read(_chain, caller, asked.previous_response_id)
     if asked.search is not None:
         if asked.extension.documents is not None:
             message = "file_search finds the passages; leave ragcache.documents out, or tools"
@@ -356,7 +349,7 @@ class ResponseWriter(Writer):
 
     def __post_init__(self) -> None:
         most = self.service.settings.keep_responses
-        self.kept = self.asked.store is not False and most > 0 and not self.caller.records.read_only
+        self.kept = self.asked.store is not False and most > 0 and not self.service.kb.config.read_only
         self.items = self.asked.items
 
     async def look_up(self, hits: Sequence[Source]) -> None:
@@ -463,7 +456,7 @@ class ResponseWriter(Writer):
         """Return a list with the file search, or an empty list if the request has none."""
         if self.asked.search is None:
             return []
-        results = [FileSearchResult(**one) for one in self.found] if self.asked.wants_results else None
+        results = [FileSearchResult(**one) for one in self.found] if self.asked.include else None
         queries = [text_of(item) for item in reversed(self.items) if item["role"] == "user"][:1]
         made = FileSearchCall(
             id=self.search_id, type="file_search_call", status="completed", queries=queries, results=results

@@ -19,7 +19,7 @@ async def _running(app: FastAPI) -> AsyncIterator[None]:
     service: Service = app.state.service
     state = shared_state(app)
     state.work = asyncio.Event()  # an event of this loop
-    if state.records.read_only:
+    if service.kb.config.read_only:
         yield
         return
     indexer = Indexer(service, state.records, state.work)

@@ -1,23 +1,14 @@
 """What goes wrong with files, vector stores, answers and lists of them, by the official client."""
 
-import os
-import shutil
-import socket
-import time
+import re
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from dataclasses import replace
 
-import forked
 import pytest
 from kit.makers import same_as
-from openai import APIStatusError, BadRequestError, NotFoundError, OpenAI
+from openai import APIStatusError, BadRequestError, NotFoundError
 from openai_clients import TEXT, attach, send
 from serving import wait_for
-
-import ragcache as rc
-from ragcache.errors import NoSuchDocumentError
-from ragcache_demo.bag_of_words import BagOfWords
-from ragcache_openai.records import Record
 
 running = same_as("shared")
 
@@ -138,24 +129,6 @@ def test_attributes_are_not_what_a_file_says_of_itself(client, store):
 # Lists
 
 
-def test_a_list_goes_on_behind_what_was_deleted(client):
-    ids = [send(client) for _ in range(4)]
-    page = client.files.list(limit=2)
-    assert [one.id for one in page.data] == ids[:1:-1]
-    for one in page.data:
-        client.files.delete(one.id)
-    assert [one.id for one in client.files.list(limit=2, after=page.data[-1].id).data] == ids[1::-1]
-    seen = [client.files.delete(one.id).id for one in client.files.list(limit=1) if one.id in ids]
-    assert seen == ids[1::-1]  # each once, deleted while it is listed
-
-
-def test_a_list_goes_on_behind_a_detached_file(client, store):
-    ids = [sent(client, store).id for _ in range(3)]
-    client.vector_stores.files.delete(ids[1], vector_store_id=store)
-    rest = client.vector_stores.files.list(store, after=ids[1], order="asc")
-    assert [one.id for one in rest.data] == ids[2:]
-
-
 def test_cursors_that_never_were_are_refused(client, store):
     for call in (
         lambda **at: client.files.list(**at),
@@ -191,6 +164,7 @@ def test_names_of_files(client, store):
     for name in (".md", "README", "song.mp3"):
         error = refused(lambda name=name: sent(client, store, name))
         assert (error.code, error.param) == ("unsupported_file", "file_id")
+        assert re.search(r"known are .*\.docx .*\.txt", error.message)
 
 
 UNREAD = {
@@ -199,6 +173,7 @@ UNREAD = {
     "broken.json": (b"{nope", "broken.json: the file is not JSON"),
     "broken.pdf": (b"%PDF-nope", "broken.pdf: the PDF is damaged"),
     "broken.docx": (b"PK nope", "broken.docx: the file is damaged"),
+    "blank.txt": (b"  \n ", "blank.txt: the file is empty"),
     "markup.html": (b"<html><script>x</script></html>", "markup.html: there is no text in it"),
 }
 
@@ -220,21 +195,20 @@ def test_a_part_that_cannot_be_read_is_said(client, store):
     assert sent(client, store, "whole.jsonl", lines[:24]).last_error is None
 
 
-def test_files_do_not_expire_and_unknown_fields_are_named(client, running):
-    error = refused(
-        lambda: client.files.create(
-            file=("hat.md", TEXT), purpose="assistants", expires_after={"anchor": "created_at", "seconds": 3600}
-        )
-    )
-    assert (error.param, error.code) == ("expires_after", "unsupported_parameter")
+def test_nothing_expires(client):
+    seconds, days = {"anchor": "created_at", "seconds": 3600}, {"anchor": "last_active_at", "days": 1}
+    file = refused(lambda: client.files.create(file=("hat.md", TEXT), purpose="assistants", expires_after=seconds))
+    store = refused(lambda: client.vector_stores.create(expires_after=days))
+    assert (file.param, file.code, store.param) == ("expires_after", "unsupported_parameter", "expires_after")
+    assert "do not expire here" in store.message
+
+
+def test_unknown_fields_of_a_form_are_named_or_refused(running, monkeypatch):
     form = {"purpose": (None, "assistants"), "colour": (None, "red"), "file": ("hat.md", TEXT)}
     sent = running.http.post("/v1/files", files=form)
     assert (sent.status_code, sent.headers["x-ragcache-warning"]) == (200, "unknown fields ignored: colour")
-
-
-def test_unknown_fields_of_a_form_are_refused_by_a_strict_server(serve):
-    form = {"purpose": (None, "assistants"), "colour": (None, "red"), "file": ("hat.md", TEXT)}
-    answered = serve(strict=True).http.post("/v1/files", files=form)
+    monkeypatch.setattr(running.service, "settings", replace(running.service.settings, strict=True))
+    answered = running.http.post("/v1/files", files=form)
     assert (answered.status_code, answered.json()["error"]["param"]) == (400, "colour")
 
 
@@ -266,15 +240,6 @@ def test_what_is_gone(client, store):
     assert (type(gone), gone.param) == (BadRequestError, "previous_response_id")
 
 
-def test_nothing_is_added_below_what_was_deleted_meanwhile(client, running, store):
-    """Else it would be indexed, and stay, where nobody finds it."""
-    records = running.app.state.openai.records
-    client.vector_stores.delete(store)
-    with pytest.raises(NoSuchDocumentError, match="deleted meanwhile"):
-        records.add([Record(f"{store}/file-1", "vector_store.file", "", {"bytes": 1}, parent=store)])
-    assert records.among([f"{store}/file-1"]) == []
-
-
 def test_two_at_once(client, store):
     """The same file and others, sent and attached side by side."""
     with ThreadPoolExecutor(8) as pool:
@@ -287,67 +252,8 @@ def test_two_at_once(client, store):
     assert sorted(one.file_id for one in found) == sorted(ids)
 
 
-def test_clients_that_hang_up(client, running, store):
-    sent(client, store)
-    head = f"POST {{}} HTTP/1.1\r\nHost: x\r\nContent-Type: {{}}\r\nContent-Length: 100000\r\n\r\n{'x' * 500}"
-    for path, kind in (
-        ("/v1/files", "multipart/form-data; boundary=b"),
-        (f"/v1/vector_stores/{store}/search", "application/json"),
-        ("/v1/responses", "application/json"),
-    ):
-        with socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2]))) as wire:
-            wire.sendall(head.format(path, kind).encode())
-    with client.responses.create(
-        model="tiny", input="Who wears a hat?", max_output_tokens=2000, stream=True, **searching(store)
-    ) as events:
+def test_a_client_that_hangs_up_frees_its_slot(client, running, store):
+    asked = {"input": "Who wears a hat?", "max_output_tokens": 2000, "stream": True, **searching(store)}
+    with answer(client, **asked) as events:
         next(iter(events))
     wait_for(lambda: running.service.slots.in_use == 0)
-    assert len(client.vector_stores.search(store, query="hat").data) == 1
-
-
-SERVER = """
-import sys, ragcache as rc, uvicorn
-from ragcache.server.app import create_app
-from ragcache_demo.bag_of_words import BagOfWords
-kb = rc.RagCache.open(sys.argv[1], model=sys.argv[2], method="reposition", embedder=BagOfWords())
-uvicorn.run(create_app(kb), host="127.0.0.1", port=int(sys.argv[3]), log_level="error")
-"""
-
-
-@pytest.mark.slow
-def test_a_server_that_is_killed_while_it_indexes(lm, made, tmp_path):
-    """The next one goes on: every file is indexed, once."""
-    path = shutil.copytree(made, tmp_path / "kb")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = path, lm.name, port
-    with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
-        with killed_later(client, *server):
-            ids = [send(client, f"{rank}.md", TEXT * 40 + b" %d" % rank) for rank in range(12)]
-            store = client.vector_stores.create(file_ids=ids).id
-            wait_for(lambda: client.vector_stores.retrieve(store).file_counts.completed >= 2)
-        with killed_later(client, *server):
-            wait_for(lambda: client.vector_stores.retrieve(store).status == "completed")
-            assert client.vector_stores.retrieve(store).file_counts.completed == 12
-            found = client.vector_stores.search(store, query="hat", max_num_results=50).data
-            assert {one.file_id for one in found} == set(ids)
-    with rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords()) as kb:
-        assert sorted(one.id for one in kb.documents() if one.id.startswith("vs_")) == sorted(
-            f"{store}/{id}" for id in ids
-        )
-
-
-@contextmanager
-def killed_later(client, *arguments):
-    with forked.Forked(SERVER, *arguments, env={**os.environ, "HF_HUB_OFFLINE": "1"}):
-        wait_for(lambda: answers(client))
-        yield
-
-
-def answers(client) -> bool:
-    try:
-        return bool(client.models.list().data)
-    except Exception:  # it does not listen yet
-        time.sleep(0.2)
-        return False

@@ -1,15 +1,10 @@
 """Answers that the server keeps, by the official client: previous_response_id."""
 
-import shutil
-
 import pytest
 from openai import BadRequestError, NotFoundError
 from openai_clients import client_of
-from serving import serving
 
 import ragcache as rc
-from ragcache.server.settings import ServerSettings
-from ragcache_demo.bag_of_words import BagOfWords
 
 QUESTION = "Where does the cat sit?"
 SHORT = rc.Sampling(6)
@@ -60,9 +55,6 @@ def test_the_newest_answers_are_kept(serve):
         assert [client.responses.retrieve(id).id for id in ids[1:]] == ids[1:]
         with pytest.raises(NotFoundError):
             client.responses.retrieve(ids[0])
-
-
-def test_no_answer_is_kept(serve):
     with client_of(serve(keep_responses=0)) as client:
         assert ask(client).store is False
 
@@ -75,13 +67,6 @@ def test_a_chain_that_is_too_long_takes_no_more(client, monkeypatch):
     assert full.value.code == "conversation_too_long"
 
 
-def test_conversations_are_refused_by_name(client, served):
-    with pytest.raises(BadRequestError, match="not supported") as refused:
-        ask(client, conversation="conv_1")
-    assert refused.value.param == "conversation"
-    assert served.http.get("/v1/conversations/conv_1").status_code == 404
-
-
 def test_what_is_another_keys_is_not_there(serve):
     served = serve(api_keys=("first", "second"))
     with client_of(served, "first") as first, client_of(served, "second") as second:
@@ -92,19 +77,3 @@ def test_what_is_another_keys_is_not_there(serve):
         with pytest.raises(BadRequestError, match="there is no previous response"):
             ask(second, previous_response_id=answer.id)
         assert first.responses.retrieve(answer.id).id == answer.id
-
-
-def test_what_is_kept_outlives_the_server(lm, made, tmp_path):
-    path = shutil.copytree(made, tmp_path / "kb")
-
-    def opened(**more):
-        store = rc.StoreConfig(**more)
-        return rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords(), store=store)
-
-    with opened() as kb, serving(kb) as served, client_of(served) as client:
-        answer = ask(client)
-    with opened() as kb, serving(kb) as served, client_of(served) as client:
-        assert client.responses.retrieve(answer.id).output_text == answer.output_text
-        assert ask(client, "Why?", previous_response_id=answer.id).output_text
-    with opened(read_only=True) as kb, serving(kb, ServerSettings()) as served, client_of(served) as client:
-        assert ask(client, "Why?", previous_response_id=answer.id).store is False  # answered all the same

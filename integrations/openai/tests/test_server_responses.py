@@ -92,6 +92,7 @@ def test_a_schema_is_the_chats(kb):
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "file_search"),
         ({"reasoning": {"effort": "high"}}, "reasoning", "does not have it think"),
         ({"background": True}, "background", "not supported"),
+        ({"conversation": "conv_1"}, "conversation", "not supported"),
         ({"input": []}, "input", ""),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", ""),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type", ""),

@@ -1,11 +1,8 @@
 """Ingestion on a local Ray makes the same store as the local pipeline, also if processes die."""
 
 import contextlib
-import importlib
 import json
-import multiprocessing
 import os
-import random
 import shutil
 import signal
 import socket
@@ -16,7 +13,6 @@ import time
 from functools import partial
 from pathlib import Path
 
-import killed
 import pytest
 import torch
 from kit.ingestion import DyingEmbedder, Kit
@@ -29,7 +25,6 @@ from ragcache.store.schema import PREFIX
 from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_ray.cluster import Cluster, RayConfig
 
-CONTEXT = multiprocessing.get_context("spawn")
 SENTENCE = "The river Alna rises near Osby and ends in the lake of Tolvik."
 
 
@@ -51,6 +46,10 @@ def local_ray():
         )  # fmt: skip
         yield
         ray.shutdown()
+
+
+def on_ray(test):
+    return pytest.mark.slow(pytest.mark.usefixtures("local_ray")(test))
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +104,7 @@ def assert_same(here: Kit, there: Kit, *, same_batches: bool = True) -> None:
         torch.testing.assert_close(one.values, two.values, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("local_ray")
+@on_ray
 def test_the_store_and_the_report_are_those_of_the_local_pipeline(tmp_path, lm, corpus):
     given = [corpus, corpus / "absent.txt", Document("own", text_of("Own"), {"a": [1]}), Document("bad", "x", {1: 2})]
     events = []
@@ -136,8 +134,7 @@ def test_the_store_and_the_report_are_those_of_the_local_pipeline(tmp_path, lm, 
         assert_same(here, there, same_batches=False)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("local_ray")
+@on_ray
 def test_options_of_an_ingestion_hold_in_the_actors(tmp_path, lm, corpus):
     with Kit(tmp_path / "here", lm) as here, Kit(tmp_path / "there", lm) as there:
         for options in ({"dry_run": True}, {"kv": "lazy"}, {}):
@@ -163,8 +160,7 @@ def parent(process: int | str) -> int:
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("local_ray")
+@on_ray
 def test_a_killed_actor_is_replaced_and_nothing_is_missing(tmp_path, lm, corpus):
     killed = []
 
@@ -184,8 +180,7 @@ def test_a_killed_actor_is_replaced_and_nothing_is_missing(tmp_path, lm, corpus)
         assert_same(here, there, same_batches=False)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("local_ray")
+@on_ray
 def test_an_actor_that_always_dies_is_reported(tmp_path, lm, monkeypatch):
     monkeypatch.setattr("ragcache_ray.cluster.RETRIES", 1)
     with Kit(tmp_path / "kb", lm) as kit:
@@ -197,8 +192,7 @@ def test_an_actor_that_always_dies_is_reported(tmp_path, lm, monkeypatch):
         assert "end" not in kit.ids()
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("local_ray")
+@on_ray
 def test_cancelling_ends_within_seconds(tmp_path, lm, corpus):
     cancelled = threading.Event()
     with Kit(tmp_path / "kb", lm) as kit:
@@ -210,8 +204,7 @@ def test_cancelling_ends_within_seconds(tmp_path, lm, corpus):
         kit.check()
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("local_ray")
+@on_ray
 def test_what_actors_lack_is_named(tmp_path, lm, monkeypatch):
     with Kit(tmp_path / "kb", lm) as kit:
         with monkeypatch.context() as patch:
@@ -230,8 +223,7 @@ def test_what_actors_lack_is_named(tmp_path, lm, monkeypatch):
         assert kit.ids() == []
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("local_ray")
+@on_ray
 def test_a_store_that_the_actors_do_not_share_is_noticed(tmp_path, lm):
     with Kit(tmp_path / "kb", lm) as kit:
         elsewhere = Cluster(RayConfig(actors=1), partial(KVStore, tmp_path / "elsewhere", memory_bytes=0))
@@ -240,8 +232,7 @@ def test_a_store_that_the_actors_do_not_share_is_noticed(tmp_path, lm):
         assert kit.ids() == []
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("local_ray")
+@on_ray
 def test_actors_write_to_a_stores_remote(tmp_path, lm, lm_directory):
     pytest.importorskip("obstore", reason="needs ragcache-kv[remote]")
     remote = tmp_path / "remote"
@@ -263,8 +254,7 @@ def test_actors_write_to_a_stores_remote(tmp_path, lm, lm_directory):
         assert {source.kv for source in kb.ask("Which mill is in Town3?", k=1).hits} == {"remote"}
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("local_ray")
+@on_ray
 def test_an_embedder_that_cannot_be_sent_is_refused(tmp_path, lm):
     with Kit(tmp_path / "kb", lm) as kit:
         kit.embedder.lock = threading.Lock()
@@ -299,62 +289,3 @@ def test_what_is_no_address(address):
         RayConfig(address)
     with pytest.raises(ConfigError, match="actors is 0"):
         RayConfig(actors=0)
-
-
-def kill_and_finish(tmp_path: Path, lm, lm_directory: Path, times: int) -> list[int]:
-    """Kill ingestions and their actors at random moments, and finish each by a rerun that encodes nothing that was
-    stored. Returns the number of documents that each kill left.
-    """
-    rng, left = random.Random(5), []
-    with Kit(tmp_path / "here", lm) as here:
-        whole = here.ingestor.ingest(killed.towns())
-        seconds = 1.0
-        for number in range(times + 1):
-            root, started = tmp_path / f"kb{number}", tmp_path / f"started{number}"
-            # The first one is not killed: it says how long the others take.
-            begun = kill(root, lm_directory, started, rng.uniform(0, seconds) if number else None)
-            seconds = seconds if number else begun
-            before = {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in root.rglob("*.safetensors")}
-            with Kit(root, lm) as kit:
-                left.append(len(kit.ids()))
-                kit.check()
-                report = kit.ingestor.ingest(killed.towns(), cluster=kit.cluster())
-                assert (report.failed, len(report.unchanged)) == ([], left[-1])
-                after = {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in root.rglob("*.safetensors")}
-                assert before.items() <= after.items(), "a stored block was written again"
-                new = [kit.kv.get(path.stem).block.num_tokens for path in after.keys() - before.keys()]
-                assert report.computed_tokens == sum(new)
-                assert_same(here, kit, same_batches=False)
-            shutil.rmtree(root)
-    assert left[0] == len(whole.added)
-    return left[1:]
-
-
-def kill(root: Path, lm_directory: Path, started: Path, after_s: float | None) -> float:
-    """Ingest in a process that is killed, with its actors, this long after they began. Returns how long it ran."""
-    address = importlib.import_module("ray").get_runtime_context().gcs_address
-    child = CONTEXT.Process(target=killed.ingest_on_ray, args=(str(root), str(lm_directory), address, str(started)))
-    child.start()
-    while not started.exists():
-        assert child.exitcode is None
-        time.sleep(0.002)
-    begun = time.perf_counter()
-    child.join(after_s)
-    seconds = time.perf_counter() - begun
-    child.kill()
-    child.join()
-    assert after_s is None or child.exitcode in (0, -signal.SIGKILL)
-    while actors := living_actors():
-        for actor in actors:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(actor, signal.SIGKILL)
-        time.sleep(0.05)
-    return seconds
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.usefixtures("local_ray")
-def test_25_kills_of_an_ingestion_on_ray(tmp_path, lm, lm_directory):
-    left = kill_and_finish(tmp_path, lm, lm_directory, 25)
-    assert len(set(left)) >= 3, left

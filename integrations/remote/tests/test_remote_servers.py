@@ -207,11 +207,6 @@ def test_a_server_killed_while_eight_ask_costs_the_answers_in_flight_alone():
         engine.close()
 
 
-def test_all_of_them_gone(front):
-    with pytest.raises(EngineError, match=r"nothing answers at vllm://127.0.0.1:9"):
-        front(GONE, "vllm://127.0.0.1:19")
-
-
 def test_prompts_fit_the_smallest(front, pair):
     pair[1].longest = 40
     with pytest.raises(ContextTooLongError):

@@ -4,6 +4,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from ragcache.codecs import RawCodec
 from ragcache.errors import ConfigError, SchemaVersionError, StoreNotFoundError, StoreReadOnlyError
 from ragcache.seal import MARK_LENGTH
 from ragcache.store.kv_store import KVStore
-from ragcache.store.remote import Blobs, open_blobs
+from ragcache.store.remote import open_blobs
 from ragcache.store.remote.connection import Connection
 from ragcache.store.tiers import RemoteTier
 from ragcache.store.tiers.remote import BLOCKS, USES
@@ -46,23 +47,19 @@ def open_machine(url: str, tmp_path: Path) -> Iterator[Open]:
 
 def names(url: str, folder: str = BLOCKS) -> list[str]:
     """What the service itself says it has."""
-    blobs = open_blobs(url)
-    try:
+    with closing(open_blobs(url)) as blobs:
         return sorted(blob.name for blob in blobs.walk(folder))
-    finally:
-        blobs.close()
 
 
 def replace(url: str, change: Callable[[bytes], bytes]) -> None:
     """Change the bytes of every block in the remote."""
-    blobs = open_blobs(url)
-    for blob in list(blobs.walk(BLOCKS)):
-        blobs.put(blob.name, change(bytes(blobs.get(blob.name) or b"")))
-    blobs.close()
+    with closing(open_blobs(url)) as blobs:
+        for blob in list(blobs.walk(BLOCKS)):
+            blobs.put(blob.name, change(bytes(blobs.get(blob.name) or b"")))
 
 
 @pytest.mark.parametrize("codec", ["raw", "int4"])
-def test_what_one_machine_puts_another_one_has(open_machine: Open, codec: str) -> None:
+def test_what_one_machine_puts_another_one_has(open_machine, codec):
     first, second = open_machine("a", codec=codec), open_machine("b")
     held = first.put(KEY, make_block(1, num_tokens=50))
     assert tier_of(second, KEY) == "remote"
@@ -70,11 +67,10 @@ def test_what_one_machine_puts_another_one_has(open_machine: Open, codec: str) -
     tiers = []
     for _ in range(2):
         loaded = second.get(KEY)
-        assert loaded is not None
         assert same(loaded.block, held)
         tiers.append(loaded.tier)
     assert tiers == ["remote", "disk"], "the second read is of the copy"
-    assert first.get(KEY).tier == "disk"  # type: ignore[union-attr]
+    assert first.get(KEY).tier == "disk"
 
 
 def unsealed(data: bytes) -> bytes:
@@ -82,16 +78,15 @@ def unsealed(data: bytes) -> bytes:
     return bytes(data[:start] + data[start + MARK_LENGTH :])
 
 
-def test_copies_are_the_disks_own_files(open_machine: Open, url: str, tmp_path: Path) -> None:
+def test_copies_are_the_disks_own_files(open_machine, url, tmp_path):
     """The same bytes lie in the remote and on the disk, but for the random salts of their seals: one format."""
     open_machine("a", codec="int8").put(KEY, make_block(1))
-    blobs = open_blobs(url)
     (copy,) = (tmp_path / "a").rglob("*.safetensors")
-    assert unsealed(blobs.get(names(url)[0]) or b"") == unsealed(copy.read_bytes())
-    blobs.close()
+    with closing(open_blobs(url)) as blobs:
+        assert unsealed(blobs.get(names(url)[0])) == unsealed(copy.read_bytes())
 
 
-def test_a_disk_budget_bounds_the_copies_alone(open_machine: Open, tmp_path: Path) -> None:
+def test_a_disk_budget_bounds_the_copies_alone(open_machine, tmp_path):
     budget = 4 * make_block(1).num_bytes
     store = open_machine("a", disk_bytes=budget)
     for number in range(20):
@@ -103,13 +98,12 @@ def test_a_disk_budget_bounds_the_copies_alone(open_machine: Open, tmp_path: Pat
     tiers = []
     for number in reversed(range(20)):
         loaded = store.get(make_key(number))
-        assert loaded is not None
         assert same(loaded.block, make_block(number))
         tiers.append(loaded.tier)
     assert (tiers[0], tiers[-1]) == ("disk", "remote")
 
 
-def test_a_deleted_block_is_gone_everywhere(open_machine: Open, url: str, tmp_path: Path) -> None:
+def test_a_deleted_block_is_gone_everywhere(open_machine, url, tmp_path):
     """Law 10: from the remote and this machine at once, from another machine when it looks."""
     chunks = {KEY, OTHER}
     machines = [
@@ -130,9 +124,7 @@ def test_a_deleted_block_is_gone_everywhere(open_machine: Open, url: str, tmp_pa
     assert not list(tmp_path.rglob(f"*{KEY}*"))
 
 
-def test_a_damaged_block_is_reported_and_dropped(
-    open_machine: Open, url: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_block_is_reported_and_dropped(open_machine, url, caplog):
     open_machine("a").put(KEY, make_block(1))
     replace(url, lambda data: data[:-1] + bytes([data[-1] ^ 1]))
     store = open_machine("b")
@@ -145,20 +137,19 @@ def test_a_damaged_block_is_reported_and_dropped(
 
 
 @pytest.mark.parametrize("change", [lambda data: data[:-7], lambda data: data[:20], lambda data: b"x"])
-def test_a_block_that_is_cut_off_is_not_served(open_machine: Open, url: str, change: Callable[[bytes], bytes]) -> None:
+def test_a_block_that_is_cut_off_is_not_served(open_machine, url, change):
     open_machine("a").put(KEY, make_block(1))
     replace(url, change)
     assert open_machine("b").get(KEY) is None
 
 
-def test_a_damaged_copy_is_replaced_from_the_remote(open_machine: Open, tmp_path: Path) -> None:
+def test_a_damaged_copy_is_replaced_from_the_remote(open_machine, tmp_path):
     store = open_machine("a")
     store.put(KEY, make_block(1))
     (copy,) = (tmp_path / "a").rglob("*.safetensors")
     whole = copy.read_bytes()
     copy.write_bytes(whole[:-1])
     loaded = store.get(KEY)
-    assert loaded is not None
     assert loaded.tier == "remote"
     assert same(loaded.block, make_block(1))
     assert unsealed(copy.read_bytes()) == unsealed(whole)
@@ -168,7 +159,7 @@ def test_a_damaged_copy_is_replaced_from_the_remote(open_machine: Open, tmp_path
     assert store.get(KEY) is not None
 
 
-def test_a_read_only_store_writes_nothing(open_machine: Open, url: str, tmp_path: Path) -> None:
+def test_a_read_only_store_writes_nothing(open_machine, url, tmp_path):
     open_machine("a").put(KEY, make_block(1))
     reader = open_machine("b", read_only=True, ttl_s=60.0)
     assert reader.get(KEY) is not None
@@ -179,24 +170,22 @@ def test_a_read_only_store_writes_nothing(open_machine: Open, url: str, tmp_path
     assert names(url, USES) == []
 
 
-def test_a_sweep_removes_marks_without_blocks(open_machine: Open, url: str) -> None:
+def test_a_sweep_removes_marks_without_blocks(open_machine, url):
     store = open_machine("a", ttl_s=60.0)
     for key in (KEY, OTHER):
         store.put(key, make_block(1))
-    blobs = open_blobs(url)
-    blobs.delete([name for name in names(url) if KEY in name])
-    blobs.close()
+    with closing(open_blobs(url)) as blobs:
+        blobs.delete([name for name in names(url) if KEY in name])
     assert store.sweep(0.0) == 1
     assert [OTHER in name for name in names(url, USES)] == [True]
 
 
-def test_what_is_no_block_is_left_alone(open_machine: Open, url: str) -> None:
+def test_what_is_no_block_is_left_alone(open_machine, url):
     store = open_machine("a")
     store.put(KEY, make_block(1))
-    blobs = open_blobs(url)
-    for name in (f"{BLOCKS}/README", f"{BLOCKS}/aa/{KEY}.safetensors", f"elsewhere/{OTHER}"):
-        blobs.put(name, b"text")
-    blobs.close()
+    with closing(open_blobs(url)) as blobs:
+        for name in (f"{BLOCKS}/README", f"{BLOCKS}/aa/{KEY}.safetensors", f"elsewhere/{OTHER}"):
+            blobs.put(name, b"text")
     assert list(store.keys()) == [KEY]
     assert store.stats().blocks == 1
 
@@ -204,12 +193,11 @@ def test_what_is_no_block_is_left_alone(open_machine: Open, url: str) -> None:
 # Whose it is
 
 
-def test_a_remote_belongs_to_one_database(url: str) -> None:
+def test_a_remote_belongs_to_one_database(url):
     """Two stores with documents of their own would each take the other's blocks for garbage."""
     for _ in range(2):
-        first = Connection(open_blobs(url), "one database")
-        first.check()
-        first.close()
+        with closing(Connection(open_blobs(url), "one database")) as first:
+            first.check()
     other = Connection(open_blobs(url), "another database")
     with pytest.raises(ConfigError, match=r"holds the blocks of another store.*name another prefix.*PostgreSQL"):
         other.check()
@@ -224,21 +212,18 @@ def test_a_remote_belongs_to_one_database(url: str) -> None:
 
 
 @pytest.mark.parametrize("marker", [b"no json", b"[]", b'{"format": 2, "owner": "one database"}'])
-def test_a_marker_that_cannot_be_read_is_refused(url: str, marker: bytes) -> None:
-    blobs: Blobs = open_blobs(url)
-    blobs.put("ragcache.json", marker)
-    connection = Connection(blobs, "one database")
-    with pytest.raises(SchemaVersionError):
-        connection.check()
-    connection.close()
-
-
-def test_two_who_begin_at_once_agree(url: str) -> None:
+def test_a_marker_that_cannot_be_read_is_refused(url, marker):
     blobs = open_blobs(url)
-    assert blobs.create("ragcache.json", b"first")
-    assert not blobs.create("ragcache.json", b"second")
-    assert blobs.get("ragcache.json") == b"first"
-    blobs.close()
+    blobs.put("ragcache.json", marker)
+    with closing(Connection(blobs, "one database")) as connection, pytest.raises(SchemaVersionError):
+        connection.check()
+
+
+def test_two_who_begin_at_once_agree(url):
+    with closing(open_blobs(url)) as blobs:
+        assert blobs.create("ragcache.json", b"first")
+        assert not blobs.create("ragcache.json", b"second")
+        assert blobs.get("ragcache.json") == b"first"
 
 
 # What is wrong is said at opening
@@ -255,35 +240,34 @@ def test_two_who_begin_at_once_agree(url: str) -> None:
         ("az://container/prefix", ConfigError, "set the account"),
     ],
 )
-def test_a_wrong_url_is_refused(url: str, error: type[Exception], match: str) -> None:
+def test_a_wrong_url_is_refused(url, error, match):
     with pytest.raises(error, match=match):
         open_blobs(url)
 
 
 @pytest.mark.parametrize("url", ["gs://bucket/prefix", "s3://bucket"])
-def test_opening_asks_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opening_asks_nothing(url, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    blobs = open_blobs(url)
-    assert blobs.where == url
-    blobs.close()
+    with closing(open_blobs(url)) as blobs:
+        assert blobs.where == url
 
 
-def test_a_missing_bucket_is_named() -> None:
+def test_a_missing_bucket_is_named():
     s3_server()
-    connection = Connection(open_blobs("s3://no-such-bucket/prefix"), "one database")
-    with pytest.raises(StoreNotFoundError, match=r"s3://no-such-bucket/prefix: no such bucket.*; make it"):
-        connection.check()
-    connection.close()
+    missing = Connection(open_blobs("s3://no-such-bucket/prefix"), "one database")
+    told = r"s3://no-such-bucket/prefix: no such bucket.*; make it"
+    with closing(missing), pytest.raises(StoreNotFoundError, match=told):
+        missing.check()
 
 
 @pytest.mark.parametrize(("url", "module"), [("s3://bucket/x", "obstore.store"), ("redis://host/0", "redis")])
-def test_a_missing_package_is_named(url: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(url, module, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=r"pip install 'ragcache-kv\[remote\]'"):
         open_blobs(url)
 
 
-def test_nothing_of_a_remote_is_imported_without_one() -> None:
+def test_nothing_of_a_remote_is_imported_without_one():
     code = "import sys, ragcache.store.kv_store; print({'obstore', 'redis'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"

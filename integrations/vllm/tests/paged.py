@@ -9,10 +9,12 @@ from placed_oracle import AT, angles_at, turned
 from torch import Tensor
 
 from ragcache.fusion.layout import Span
+from ragcache.fusion.place_check import random_block
 from ragcache.kv.block import KVBlock
 from ragcache.models.language_model import LanguageModel
 from ragcache_vllm.placing import PagedLayer, Shard, WorkerSide, page_views
 from ragcache_vllm.plan import Load, Stretch
+from ragcache_vllm.probe import is_kernel_right
 
 PAGES, PAGE_TOKENS = 24, 16
 # Two requests of one step: parts of blocks, pages in no order.
@@ -32,8 +34,7 @@ class CardAttention(PagedAttention):
         self.kv_cache = torch.zeros(num_pages, page_tokens, num_kv_heads, 2 * head_dim, dtype=dtype).transpose(1, 2)
 
     def do_kv_cache_update(self, layer: object, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
-        for rank, slot in enumerate(slots.tolist()):
-            cache[slot // PAGE_TOKENS, :, slot % PAGE_TOKENS] = torch.cat([keys[rank], values[rank]], -1)
+        cache.transpose(1, 2)[slots // PAGE_TOKENS, slots % PAGE_TOKENS] = torch.cat([keys, values], -1)
 
 
 class CardLayer(PagedLayer):
@@ -68,6 +69,20 @@ def worker(
     return side
 
 
+def blocks_of(lm: LanguageModel, codec: str = "raw") -> dict[str, KVBlock]:
+    return {key: random_block(lm.shape, codec, count) for key, count in (("a", 40), ("b", 64))}
+
+
+def is_right(lm: LanguageModel, layers: dict[str, PagedLayer], shard: Shard = WHOLE) -> bool:
+    return is_kernel_right(list(layers.values()), lm.rope, shard, PAGE_TOKENS, lm.dtype)
+
+
+def assert_same(ours: dict[str, PagedLayer], plain: dict[str, PagedLayer]) -> None:
+    """All pages, bit for bit."""
+    for name, paged in ours.items():
+        assert torch.equal(paged.layer.kv_cache, plain[name].layer.kv_cache)
+
+
 def assert_parts_placed(kernel: Any, blocks, parts_of, pages, slots: Tensor, half: int, rtol: float, atol: float):
     """Place parts of three blocks, heads 1 and 2 of three, on NaN pages: each token is on its slot as float64 turns it,
     and nothing is anywhere else.
@@ -91,3 +106,26 @@ def step(side: WorkerSide, loads: Sequence[Load] = LOADS) -> None:
     for index in range(NUM_LAYERS):
         side.place(f"layers.{index}")
     side.end()
+
+
+def placed(
+    lm: LanguageModel,
+    blocks: dict[str, KVBlock],
+    loads: Sequence[Load] = LOADS,
+    shard: Shard = WHOLE,
+    *,
+    by_kernel: bool = False,
+    card: bool = False,
+) -> dict[str, PagedLayer]:
+    """Return the layers whose pages a step has filled."""
+    layers = paged_layers(lm, shard.num_ranks, card=card)
+    side = worker(lm, blocks, layers, shard, by_kernel=by_kernel)
+    step(side, loads)
+    side.close()
+    return layers
+
+
+def num_changed(lm: LanguageModel, layers: dict[str, PagedLayer], shard: Shard, *, card: bool) -> int:
+    """Return the number of slots of a layer whose values are not those that they had before."""
+    before = paged_layers(lm, shard.num_ranks, card=card)["layers.1"].pages[1]
+    return int((before != layers["layers.1"].pages[1]).any(3).any(0).sum())

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ import httpx
 from vllm_world import QUIET
 
 import ragcache as rc
+from integrations.remote.tests.remotes import free_port
 from ragcache.cli.flags import StoreOptions
 from ragcache_demo.demo_command import load_questions
 from ragcache_vllm.merged_adapter import servable
@@ -24,12 +24,6 @@ QUESTIONS = [entry.text for entry in load_questions(EXAMPLES / "corpus_questions
 START_S = 900.0
 # Two processors are enough for nobody: vLLM's threads are not bound to any.
 SMALL = ("--enforce-eager", "--max-num-seqs", "8", "--max-model-len", "4096")
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 class Server(NamedTuple):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from families import saved_tiny
-from torch import Tensor
+from paged import PAGE_TOKENS, CardAttention
 
 import ragcache as rc
 from ragcache.fusion.layout import Span
@@ -14,20 +14,8 @@ from ragcache_vllm.plan import Load, Stretch
 from ragcache_vllm.probe import is_kernel_right
 
 pytestmark = pytest.mark.gpu
-PAGE_TOKENS, PAGES = 16, 64
+PAGES = 64
 STRETCHES = [Stretch("a", Span(3, 403), 0), Stretch("b", Span(410, 474), 64)]
-
-
-class Attention:
-    """A layer of vLLM 0.32's: a token's key stands before its value, tokens before heads."""
-
-    def __init__(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        whole = torch.zeros(PAGES, PAGE_TOKENS, num_kv_heads, 2 * head_dim, dtype=dtype, device=device)
-        self.kv_cache = whole.transpose(1, 2)
-        self.impl = self
-
-    def do_kv_cache_update(self, layer: object, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
-        cache.transpose(1, 2)[slots // PAGE_TOKENS, slots % PAGE_TOKENS] = torch.cat([keys, values], -1)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -38,9 +26,12 @@ def test_the_kernel_fills_pages_as_the_plain_way_does(dtype, codec, is_async):
     cpu_blocks = {key: random_block(lm.shape, codec, count) for key, count in (("a", 400), ("b", 128))}
     found = []
     for by_kernel in (True, False):
-        shapes = enumerate(lm.shape.layers)
-        made = [PagedLayer(i, Attention(one.num_kv_heads, one.key_dim, lm.dtype, lm.device)) for i, one in shapes]
-        layers = {f"layers.{paged.index}": paged for paged in made}
+        layers = {}
+        for index, one in enumerate(lm.shape.layers):
+            attention = CardAttention(PAGES, one.num_kv_heads, PAGE_TOKENS, one.key_dim, lm.dtype)
+            attention.kv_cache = attention.kv_cache.to(lm.device)
+            layers[f"layers.{index}"] = PagedLayer(index, attention)
+        made = list(layers.values())
         whole = Shard(0, 1)
         assert not by_kernel or is_kernel_right(made, lm.rope, whole, PAGE_TOKENS, lm.dtype)
         lane = Lane(lm.device)

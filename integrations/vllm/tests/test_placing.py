@@ -10,19 +10,31 @@ from pathlib import Path
 import pytest
 import torch
 from families import load_tiny
-from paged import LOADS, NUM_LAYERS, PAGE_TOKENS, WHOLE, assert_parts_placed, paged_layers, step, worker
+from late_lane import LateLane
+from paged import (
+    LOADS,
+    NUM_LAYERS,
+    PAGE_TOKENS,
+    assert_parts_placed,
+    assert_same,
+    blocks_of,
+    is_right,
+    num_changed,
+    paged_layers,
+    placed,
+    step,
+    worker,
+)
 from placed_oracle import coded
 from placed_oracle import random_block as block_of
 from torch import Tensor
 from waiting import until
 
-from ragcache.fusion.place_check import random_block
 from ragcache.kv.block import KVBlock
 from ragcache.models.language_model import LanguageModel
 from ragcache_vllm import placing
 from ragcache_vllm.placing import PagedLayer, Shard, page_views
 from ragcache_vllm.plan import Load
-from ragcache_vllm.probe import is_kernel_right
 
 pytest.importorskip("triton", reason="the kernel's tests need Triton")
 
@@ -39,14 +51,9 @@ def lm(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
     return load_tiny("llama", tmp_path_factory.mktemp("llama"))[0]
 
 
-@pytest.fixture(params=["raw", "int8"])
-def blocks(lm: LanguageModel, request: pytest.FixtureRequest) -> dict[str, KVBlock]:
-    return {key: random_block(lm.shape, request.param, count) for key, count in (("a", 40), ("b", 64))}
-
-
 @pytest.fixture
 def raw(lm: LanguageModel) -> dict[str, KVBlock]:
-    return {key: random_block(lm.shape, "raw", count) for key, count in (("a", 40), ("b", 64))}
+    return blocks_of(lm)
 
 
 def assert_alike(ours: dict[str, PagedLayer], plain: dict[str, PagedLayer]) -> None:
@@ -59,19 +66,12 @@ def assert_alike(ours: dict[str, PagedLayer], plain: dict[str, PagedLayer]) -> N
 
 @pytest.mark.parametrize("card", [False, True])
 @pytest.mark.parametrize("shard", [Shard(0, 1), Shard(1, 2)])
-def test_the_kernel_fills_pages_as_vllms_own_writer_does(lm, blocks, shard, card):
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_the_kernel_fills_pages_as_vllms_own_writer_does(lm, codec, shard, card):
     """Two requests, parts of their blocks, a rank's own heads; whatever else is on the pages stays."""
-    found = []
-    for by_kernel in (True, False):
-        layers = paged_layers(lm, shard.num_ranks, card=card)
-        side = worker(lm, blocks, layers, shard, by_kernel=by_kernel)
-        step(side)
-        side.close()
-        found.append(layers)
-    assert_alike(*found)
-    before, after = (one["layers.1"].pages[1] for one in (paged_layers(lm, shard.num_ranks, card=card), found[0]))
-    assert int((before != after).any(3).any(0).sum()) == 90
-    assert torch.equal(before[:, 20], after[:, 20])
+    ours, plain = (placed(lm, blocks_of(lm, codec), LOADS, shard, by_kernel=by, card=card) for by in (True, False))
+    assert_alike(ours, plain)
+    assert num_changed(lm, ours, shard, card=card) == 90
 
 
 # The kernel alone, over pages in any order.
@@ -118,10 +118,11 @@ def test_pages_lie_as_vllm_says(lm):
 # On a stream of its own.
 
 
-class LateLane:
-    """A lane whose work is on the pages only for who waits for it: until then what it wrote is NaN."""
+class LoggedLane(LateLane):
+    """A late lane over vLLM's pages that notes its calls. gate: what `finish` waits for"""
 
     def __init__(self, layers: dict[str, PagedLayer], gate: threading.Event | None = None) -> None:
+        super().__init__()
         self.tensors = [paged.layer.kv_cache for paged in layers.values()]
         self.gate = gate
         self.log: list[str] = []
@@ -133,23 +134,14 @@ class LateLane:
     def drop_done(self) -> None:
         self.log.append("drop")
 
+    def written_by(self, held: object) -> list[Tensor]:
+        return self.tensors
+
     def run(self, work: Callable[[], None], held: object) -> Callable[[], None]:
-        before = [tensor.clone() for tensor in self.tensors]
-        work()
-        after = [tensor.clone() for tensor in self.tensors]
-        written = [one != two for one, two in zip(before, after, strict=True)]
-        for tensor, mask in zip(self.tensors, written, strict=True):
-            tensor[mask & ~tensor.isnan()] = torch.nan
-
-        def wait() -> None:
-            self.log.append("wait")
-            for tensor, mask, then in zip(self.tensors, written, after, strict=True):
-                here = mask & ~then.isnan()
-                tensor[here] = then[here]
-
-        self.arrivals.append(wait)
+        arrive = super().run(work, held)
         self.log.append("run")
-        return wait
+        self.arrivals.append(lambda: (self.log.append("wait"), arrive()))
+        return self.arrivals[-1]
 
     def finish(self) -> None:
         if self.gate is not None:
@@ -163,9 +155,8 @@ def arrived(layers: dict[str, PagedLayer]) -> list[bool]:
 
 
 def test_a_step_waits_for_each_layer_where_it_reaches_it(lm, raw):
-    plain, layers = paged_layers(lm), paged_layers(lm)
-    step(worker(lm, raw, plain, by_kernel=False))
-    lane = LateLane(layers)
+    plain, layers = placed(lm, raw), paged_layers(lm)
+    lane = LoggedLane(layers)
     side = worker(lm, raw, layers, lane=lane)
     side.begin(LOADS)
     assert arrived(layers) == [False, False, False]
@@ -181,10 +172,9 @@ def test_a_step_waits_for_each_layer_where_it_reaches_it(lm, raw):
 
 def test_the_plain_way_goes_layer_by_layer_in_the_step(lm, raw):
     """The host waits for its copies: begun all at once, they would keep the model's first layer from starting."""
-    plain, layers = paged_layers(lm), paged_layers(lm)
-    step(worker(lm, raw, plain, by_kernel=False))
+    plain, layers = placed(lm, raw), paged_layers(lm)
     before = layers["layers.1"].layer.kv_cache.clone()
-    lane = LateLane(layers)
+    lane = LoggedLane(layers)
     side = worker(lm, raw, layers, lane=lane, by_kernel=False)
     side.begin(LOADS)
     side.place("layers.0")
@@ -199,7 +189,7 @@ def test_the_plain_way_goes_layer_by_layer_in_the_step(lm, raw):
 def test_the_stream_begins_behind_what_it_reads_and_overwrites(lm, raw, monkeypatch):
     """Pages may be read by the step before, and angles are looked up by the model's own stream."""
     layers = paged_layers(lm)
-    lane = LateLane(layers)
+    lane = LoggedLane(layers)
     side = worker(lm, raw, layers, lane=lane)
     look_up = lm.rope.angles
     monkeypatch.setattr(lm.rope, "angles", lambda *where: (lane.log.append("angles"), look_up(*where))[1])
@@ -215,10 +205,9 @@ def test_the_stream_begins_behind_what_it_reads_and_overwrites(lm, raw, monkeypa
 
 
 def test_a_load_ahead_has_ended_when_its_pages_are_there(lm, raw):
-    plain, layers, gate = paged_layers(lm), paged_layers(lm), threading.Event()
+    plain, layers, gate = placed(lm, raw, LOADS[:1]), paged_layers(lm), threading.Event()
     ahead = Load("one", LOADS[0].stretches, LOADS[0].page_ids, [], 90, True)
-    step(worker(lm, raw, plain, by_kernel=False), LOADS[:1])
-    lane = LateLane(layers, gate)
+    lane = LoggedLane(layers, gate)
     side = worker(lm, raw, layers, lane=lane)
     side.begin([ahead])
     until(lambda: lane.log.count("run") >= NUM_LAYERS)
@@ -239,46 +228,32 @@ def test_a_refused_page_lock_is_named_once_and_costs_time_alone(lm, raw, monkeyp
         raise RuntimeError("CUDA error: OS call failed\nmore of it")
 
     monkeypatch.setattr(placing, "private_copy", refuse)
-    plain, layers = paged_layers(lm), paged_layers(lm)
-    step(worker(lm, raw, plain, by_kernel=False))
+    plain, layers = placed(lm, raw), paged_layers(lm)
     side = worker(lm, raw, layers)
     with caplog.at_level(logging.WARNING):
         step(side)
         step(side)
     [record] = caplog.records
     assert record.getMessage().endswith("memory could not be page-locked: CUDA error: OS call failed")
-    for name, paged in layers.items():
-        assert torch.equal(paged.layer.kv_cache, plain[name].layer.kv_cache)
+    assert_same(layers, plain)
     side.close()
 
 
 def test_blocks_that_it_cannot_read_go_the_plain_way(lm):
-    coded = {key: random_block(lm.shape, "int4", count) for key, count in (("a", 40), ("b", 64))}
-    plain, layers = paged_layers(lm), paged_layers(lm)
-    for by_kernel, there in ((True, layers), (False, plain)):
-        side = worker(lm, coded, there, by_kernel=by_kernel)
-        step(side)
-        side.close()
-    for name, paged in layers.items():
-        assert torch.equal(paged.layer.kv_cache, plain[name].layer.kv_cache)
+    blocks = blocks_of(lm, "int4")
+    assert_same(placed(lm, blocks, by_kernel=True), placed(lm, blocks))
 
 
 # Its first use.
-
-
-def is_right(lm: LanguageModel, layers: dict[str, PagedLayer], shard: Shard = WHOLE) -> bool:
-    return is_kernel_right(list(layers.values()), lm.rope, shard, PAGE_TOKENS, lm.dtype)
 
 
 @pytest.mark.parametrize("card", [False, True])
 @pytest.mark.parametrize("shard", [Shard(0, 1), Shard(1, 2)])
 def test_it_is_used_once_it_was_seen_to_be_right_and_pages_stay(lm, shard, card, caplog):
     layers = paged_layers(lm, shard.num_ranks, card=card)
-    before = {name: paged.layer.kv_cache.clone() for name, paged in layers.items()}
     assert is_right(lm, layers, shard)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    for name, paged in layers.items():
-        assert torch.equal(paged.layer.kv_cache, before[name])
+    assert_same(layers, paged_layers(lm, shard.num_ranks, card=card))
 
 
 class Misread(PagedLayer):
@@ -287,13 +262,6 @@ class Misread(PagedLayer):
     @property
     def pages(self) -> tuple[Tensor, Tensor]:
         return super().pages[::-1]
-
-
-def half_layers(lm: LanguageModel) -> dict[str, PagedLayer]:
-    layers = paged_layers(lm)
-    for paged in layers.values():
-        paged.layer.kv_cache = paged.layer.kv_cache.half()
-    return layers
 
 
 def test_what_is_wrong_is_named_once_and_it_is_not_used(lm, caplog, monkeypatch):
@@ -308,7 +276,10 @@ def test_what_is_wrong_is_named_once_and_it_is_not_used(lm, caplog, monkeypatch)
 
     misread = {name: Misread(paged.index, paged.layer) for name, paged in paged_layers(lm).items()}
     assert "keys of layer 1 from raw are" in said(misread)
-    assert "pages hold torch.float16, not torch.float32" in said(half_layers(lm))
+    half = paged_layers(lm)
+    for paged in half.values():
+        paged.layer.kv_cache = paged.layer.kv_cache.half()
+    assert "pages hold torch.float16, not torch.float32" in said(half)
     assert "3 pages are too few" in said(paged_layers(lm, pages=3))
     right = PlaceKernel.place
 
@@ -320,10 +291,7 @@ def test_what_is_wrong_is_named_once_and_it_is_not_used(lm, caplog, monkeypatch)
     monkeypatch.setattr(PlaceKernel, "place", late)
     assert "values of layer 2 from raw are 0.01 off" in said(paged_layers(lm))
 
-    def idle(self, *args: object) -> None:
-        return
-
-    monkeypatch.setattr(PlaceKernel, "place", idle)
+    monkeypatch.setattr(PlaceKernel, "place", lambda *_: None)
     assert "are nan off" in said(paged_layers(lm))
 
     def broken(self, *args: object) -> None:
@@ -331,12 +299,6 @@ def test_what_is_wrong_is_named_once_and_it_is_not_used(lm, caplog, monkeypatch)
 
     monkeypatch.setattr(PlaceKernel, "place", broken)
     assert said(paged_layers(lm)).endswith("takes longer: RuntimeError: no ptxas here")
-
-
-def test_it_is_switched_off_by_name(lm, monkeypatch, caplog):
-    monkeypatch.setenv("RAGCACHE_PLACE", "plain")
-    assert not is_right(lm, paged_layers(lm))
-    assert not caplog.records
 
 
 def test_other_pairings_go_the_plain_way(tmp_path: Path, caplog):

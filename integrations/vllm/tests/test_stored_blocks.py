@@ -67,10 +67,16 @@ def test_another_databases_remote_is_refused(remote, elsewhere):
         StoredBlocks(elsewhere.root, url, "another")
 
 
-def test_without_a_remote_nothing_is_written(open_kb, tmp_path):
+@pytest.fixture
+def key(open_kb):
+    """The key of the only block of a store without a remote."""
     with open_kb() as kb:
         kb.ingest(rc.Document("clubs", "The rowing club of Kelbrook meets on Monday."))
-        key = next(iter(kb.store.kv.keys()))
+        [key] = kb.store.kv.keys()
+        return key
+
+
+def test_without_a_remote_nothing_is_written(key, tmp_path):
     blocks = StoredBlocks(tmp_path / "kb")
     before = sorted(path for path in (tmp_path / "kb").rglob("*"))
     blocks.verify(key)
@@ -81,10 +87,7 @@ def test_without_a_remote_nothing_is_written(open_kb, tmp_path):
     assert sorted(path for path in (tmp_path / "kb").rglob("*")) == before
 
 
-def test_a_file_is_verified_once_and_again_when_it_changed(open_kb, tmp_path):
-    with open_kb() as kb:
-        kb.ingest(rc.Document("clubs", "The rowing club of Kelbrook meets on Monday."))
-        key = next(iter(kb.store.kv.keys()))
+def test_a_file_is_verified_once_and_again_when_it_changed(key, tmp_path):
     blocks = StoredBlocks(tmp_path / "kb")
     blocks.verify(key)
     (file,) = (tmp_path / "kb").rglob(f"{key}*")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import fields
 from pathlib import Path
@@ -150,14 +150,7 @@ class RagCacheLLM(FunctionCallingLLM):
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[types.ChatMessage], **kwargs: Any) -> types.ChatResponseAsyncGen:
-        steps = self._chat_asteps(messages, kwargs)
-
-        async def responses() -> types.ChatResponseAsyncGen:
-            async with aclosing(steps):
-                async for step in steps:
-                    yield _chat_response(step)
-
-        return responses()
+        return _aeach(_chat_response, self._chat_asteps(messages, kwargs))
 
     # Completion
 
@@ -181,14 +174,7 @@ class RagCacheLLM(FunctionCallingLLM):
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> types.CompletionResponseAsyncGen:
-        steps = self._completion_asteps(prompt, formatted, kwargs)
-
-        async def responses() -> types.CompletionResponseAsyncGen:
-            async with aclosing(steps):
-                async for step in steps:
-                    yield _completion_response(step)
-
-        return responses()
+        return _aeach(_completion_response, self._completion_asteps(prompt, formatted, kwargs))
 
     # Tools
 
@@ -310,6 +296,13 @@ def _asteps(events: AsyncIterator[Event]) -> _AsyncSteps:
                     yield step
 
     return steps()
+
+
+async def _aeach(response: Callable[[_Step], T], steps: _AsyncSteps) -> AsyncGenerator[T, None]:
+    """Yield the response of each step. A stream that is closed early ends the steps."""
+    async with aclosing(steps):
+        async for step in steps:
+            yield response(step)
 
 
 def _last(steps: Iterator[T]) -> T:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 from llama_index.core.bridge.pydantic import PrivateAttr
@@ -22,14 +22,6 @@ __all__ = ["HANDLE_KEY", "RagCacheVectorStore"]
 
 DEFAULT_MMR = 0.5
 SEARCHES = {types.VectorStoreQueryMode.HYBRID: "hybrid", types.VectorStoreQueryMode.TEXT_SEARCH: "text"}
-
-
-class _Search(NamedTuple):
-    """Arguments of `RagCache.retrieve`."""
-
-    question: Any
-    k: int
-    options: dict[str, Any]
 
 
 class RagCacheVectorStore(types.BasePydanticVectorStore):
@@ -171,30 +163,29 @@ class RagCacheVectorStore(types.BasePydanticVectorStore):
 
         Raises ConfigError (another mode), FilterError, EmbedderMismatchError.
         """
-        search = self._search(query, kwargs)
-        return _result(self._kb.retrieve(search.question, search.k, **search.options))
+        return _result(self._kb.retrieve(**self._search(query, kwargs)))
 
     async def aquery(self, query: types.VectorStoreQuery, **kwargs: Any) -> types.VectorStoreQueryResult:
-        search = self._search(query, kwargs)
-        return _result(await self._kb.aretrieve(search.question, search.k, **search.options))
+        return _result(await self._kb.aretrieve(**self._search(query, kwargs)))
 
-    def _search(self, query: types.VectorStoreQuery, kwargs: Mapping[str, Any]) -> _Search:
-        options: dict[str, Any] = {"filter": _wanted(query)}
+    def _search(self, query: types.VectorStoreQuery, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of `RagCache.retrieve`."""
+        options: dict[str, Any] = {"k": query.similarity_top_k, "filter": _wanted(query)}
         if query.mode == types.VectorStoreQueryMode.MMR:
             options |= _variety(query, kwargs)
         elif query.mode in SEARCHES:
             if query.query_str is None:
                 raise ConfigError(f"query mode {query.mode.value!r} searches for words; give the query a query_str")
-            return _Search(query.query_str, query.similarity_top_k, {**options, "search": SEARCHES[query.mode]})
+            return {**options, "question": query.query_str, "search": SEARCHES[query.mode]}
         elif query.mode != types.VectorStoreQueryMode.DEFAULT:
             modes = "'default', 'mmr', 'hybrid' or 'text_search'"
             raise ConfigError(f"query mode {query.mode.value!r} is not supported; use {modes}")
         if query.query_embedding is None:
             if query.query_str is None:
                 raise ConfigError("the query has neither query_embedding nor query_str; give one of them")
-            return _Search(query.query_str, query.similarity_top_k, options)
+            return {**options, "question": query.query_str}
         check_dimension(self._kb, query.query_embedding, "the query embedding")
-        return _Search(np.asarray(query.query_embedding, np.float32), query.similarity_top_k, options)
+        return {**options, "question": np.asarray(query.query_embedding, np.float32)}
 
     def _chunks(self, node_ids: list[str] | None, filters: types.MetadataFilters | None) -> Sequence[rc.Chunk]:
         return self._kb.chunks(node_ids, filter=to_filter(filters))
