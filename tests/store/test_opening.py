@@ -22,7 +22,6 @@ from flushes import needs_proc, record_calls, unflushed
 from kit.makers import databases
 from postgres_server import postgres_schema
 from sqlalchemy import make_url
-from tiny_disk import run_on_tiny_disk
 from waiting import at_once
 
 import ragcache as rc
@@ -323,27 +322,6 @@ def test_another_process_holds_the_lock_until_it_is_killed(tmp_path):
         holder.wait()
         with layout.writer(1):
             pass
-
-
-READ_ONLY = """
-from ragcache.errors import StoreReadOnlyError
-from ragcache.store.directory import StoreLayout
-layout, new = StoreLayout(disk / "kb"), StoreLayout(disk / "new")
-layout.create()
-turn_read_only()
-layout.check()
-layout.create()
-def lock():
-    with layout.writer(1):
-        pass
-for action in (new.create, lock):
-    with pytest.raises(StoreReadOnlyError, match=str(disk)):
-        action()
-"""
-
-
-def test_a_read_only_disk(tmp_path):
-    run_on_tiny_disk(tmp_path, READ_ONLY)
 
 
 def test_a_store_that_another_process_makes_meanwhile_is_no_foreign_directory(tmp_path, monkeypatch):
