@@ -1,8 +1,11 @@
 """KV blocks with known content."""
 
 import hashlib
+import json
 import math
+import struct
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from sqlalchemy import select
@@ -10,6 +13,7 @@ from sqlalchemy import select
 from ragcache.kv.block import KVBlock, MixedBlock
 from ragcache.kv.opaque_block import OpaqueBlock
 from ragcache.kv.sparse_block import keep
+from ragcache.seal import MARK_LENGTH, UNSEALED
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
 from ragcache.store.schema import garbage
@@ -125,3 +129,21 @@ def garbage_of(documents: DocumentStore) -> set[str]:
     """The dropped handles whose KV bytes may still exist."""
     with documents.database.read() as connection:
         return set(connection.scalars(select(garbage.c.handle)))
+
+
+def unpacked(file: bytes) -> tuple[dict[str, Any], bytes]:
+    """Return the header of a block's file and the bytes that follow."""
+    (length,) = struct.unpack("<Q", file[:8])
+    return json.loads(file[8 : 8 + length]), file[8 + length :]
+
+
+def packed(header: dict[str, Any], rest: bytes, key: str) -> bytes:
+    """Return a file of this header with a whole seal, as a writer with a bug would leave it."""
+    about = header.get("__metadata__")
+    if isinstance(about, dict):
+        about = {"seal": "0" * MARK_LENGTH, **{name: value for name, value in about.items() if name != "seal"}}
+    parts = {name: part for name, part in header.items() if name != "__metadata__"}
+    text = json.dumps({"__metadata__": about, **parts}, separators=(",", ":")).encode()
+    head = struct.pack("<Q", len(text)) + text
+    mark, _ = UNSEALED.of(key).close(head, [memoryview(rest)])
+    return head.replace(b"0" * MARK_LENGTH, mark, 1) + rest

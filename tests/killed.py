@@ -1,4 +1,4 @@
-"""What the kill tests kill. Imported by the fork server once, so that a child starts in a moment."""
+"""What the kill tests kill, each in a fork."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def _text(n: int, version: int, sentences: int) -> str:
     return f"# Town{n}\n\n{body}\n\n## Register\n\nTown{n} was entered in version {version}. {SENTENCE}\n"
 
 
-def ingest(root: str, lm_directory: str, at_step: int, delay_s: float, ended: str) -> None:
+def ingest(root: Path, lm_directory: Path, at_step: int, delay_s: float, ended: Path) -> None:
     """The child: ingests the second version, and is killed so long after that step, of which 0 is the beginning. Where
     nothing killed it, it leaves the number of steps and the seconds that they took."""
     torch.set_num_threads(1)
@@ -49,7 +49,7 @@ def ingest(root: str, lm_directory: str, at_step: int, delay_s: float, ended: st
         if next(passed) == at_step:
             kill.start()
 
-    with Kit(Path(root), load_lm(lm_directory)) as kit, stepping(step):
+    with Kit(root, load_lm(lm_directory)) as kit, stepping(step):
         began = time.perf_counter()
         step()
         kit.ingestor.ingest(version_two())
@@ -57,7 +57,7 @@ def ingest(root: str, lm_directory: str, at_step: int, delay_s: float, ended: st
     kill.cancel()
     if kill.is_alive():
         kill.join()  # it waits no longer: either it killed this process, or it never will
-    Path(ended).write_text(json.dumps([next(passed), took]))
+    ended.write_text(json.dumps([next(passed), took]))
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def write_folder(folder: Path, version: int) -> None:
         (folder / f"{name}.md").write_text(_text(n, 1, 3))
 
 
-def sync(root: str, lm_directory: str, folder: str, steps: int, neighbours: int) -> None:
+def sync(root: Path, lm_directory: Path, folder: Path, steps: int, neighbours: int) -> None:
     """The child: synchronises the folder, and kills itself at that step."""
     torch.set_num_threads(1)
     left = [steps]
@@ -104,5 +104,5 @@ def sync(root: str, lm_directory: str, folder: str, steps: int, neighbours: int)
         if not left[0]:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with Kit(Path(root), load_lm(lm_directory), neighbours=neighbours) as kit, stepping(step):
+    with Kit(root, load_lm(lm_directory), neighbours=neighbours) as kit, stepping(step):
         kit.ingestor.ingest([folder], sync=True)

@@ -91,26 +91,11 @@ def test_lazy_ingestion_leaves_the_model_unused(model, folder, tmp_path):
     assert {hit["kv"] for hit in answer["hits"]} == {"computed"}
 
 
-def test_ask_equals_the_library(store):
-    asked = ("ask", "Where is the cat?", "--store", store, *MOVED, "--k", 2, "--max-tokens", 9, "--json")
-    got = json_of(invoke(*asked))
-    with rc.RagCache.open(store, method="reposition") as kb:
-        expected = kb.ask("Where is the cat?", 2, sampling=rc.Sampling(max_tokens=9)).to_json()
-    assert set(got) == set(expected)
-    for name in ("text", "method", "finish_reason"):
-        assert got[name] == expected[name]
-    assert got["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"]
-    # Where the KV came from differs: the first answer left it on disk.
-    without = [[{**hit, "kv": None} for hit in answer["hits"]] for answer in (got, expected)]
-    assert without[0] == without[1]
-    assert set(got["timings"]) == set(expected["timings"])
-    assert got["timings"]["total_s"] >= got["timings"]["ttft_s"] > 0
-
-
 WARM = rc.Sampling(max_tokens=12, temperature=0.9, top_p=0.8, top_k=50, seed=7)
 RECENT = {"year": {"$gte": 2022}}
 LINKS = [[65, 66], [67]]
 TOLD = [
+    ([], {}),
     (
         ["--method", "full", "--temperature", 0.9, "--top-p", 0.8, "--top-k", 50, "--seed", 7],
         {"method": "full", "sampling": WARM},
@@ -124,19 +109,23 @@ TOLD = [
 ]
 
 
-def test_ask_passes_its_options_on(store):
+def test_ask_equals_the_library_with_every_option(store):
     # By a method that is named: what the model's own default reads, and how, depends on the machine.
     plain = {"sampling": rc.Sampling(max_tokens=12), "method": "reposition"}
     asked = ("ask", "Which club?", "--store", store, *MOVED, "--max-tokens", 12, "--json")
     got = [json_of(invoke(*asked, *flags)) for flags, _ in TOLD]
     with rc.RagCache.open(store) as kb:
-        expected = [kb.ask("Which club?", **{**plain, **options}) for _, options in TOLD]
-        usual = kb.ask("Which club?", **plain).text
+        expected = [kb.ask("Which club?", **{**plain, **options}).to_json() for _, options in TOLD]
     for found, right, (flags, _) in zip(got, expected, TOLD, strict=True):
-        assert (found["text"], found["method"]) == (right.text, right.method), flags
-        assert [hit["chunk_id"] for hit in found["hits"]] == [hit.chunk.id for hit in right.hits]
-        assert found["usage"]["prompt_tokens"] == right.usage.prompt_tokens
-        assert found["text"] != usual, flags
+        assert (found.keys(), found["timings"].keys()) == (right.keys(), right["timings"].keys())
+        for name in ("text", "method", "finish_reason"):
+            assert found[name] == right[name], flags
+        assert found["usage"]["prompt_tokens"] == right["usage"]["prompt_tokens"]
+        # Where the KV came from differs: the first answer left it on disk.
+        without = [[{**hit, "kv": None} for hit in answer["hits"]] for answer in (found, right)]
+        assert without[0] == without[1]
+        assert found["timings"]["total_s"] >= found["timings"]["ttft_s"] > 0
+        assert (found["text"] != expected[0]["text"]) == bool(flags), flags
 
 
 def test_ask_in_words_names_its_sources(store):
@@ -259,15 +248,14 @@ def test_methods_are_those_of_the_library():
     assert all(name in invoke("methods").stdout for name in rc.METHODS)
 
 
-@pytest.mark.parametrize("as_json", [(), ("--json",)])
-def test_output_that_cannot_be_written_is_one_line(as_json):
-    program = [sys.executable, "-m", "ragcache", "methods", *as_json]
+def test_output_that_cannot_be_written_is_one_line():
+    program = [sys.executable, "-m", "ragcache", "methods"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(program, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (1, "error: standard output cannot be written (No space left on device)\n")
     ours, theirs = os.pipe()
     os.close(ours)  # a reader that has left
-    done = subprocess.run(program, stdout=theirs, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run([*program, "--json"], stdout=theirs, stderr=subprocess.PIPE, text=True)
     os.close(theirs)
     assert (done.returncode, done.stderr) == (141, "")
 
@@ -351,23 +339,15 @@ def test_reencode_makes_a_store_for_another_model(store, tmp_path):
         assert (refused.exit_code, said in refused.stderr) == (2, True)
 
 
-def test_a_store_that_keeps_a_share_of_the_kv(folder, model, tmp_path):
-    whole, less = tmp_path / "whole", tmp_path / "less"
-    assert invoke("ingest", folder, "--store", whole, "--model", model).exit_code == 0
+def test_a_store_that_keeps_a_share_of_the_kv(made, folder, model, tmp_path):
+    less = tmp_path / "less"
     result = invoke("ingest", folder, "--store", less, "--model", model, "--kv-kept", 0.3)
     assert result.exit_code == 0, result.output
-    sizes = [
-        json.loads(invoke("info", "--store", path, "--json").stdout)["bytes_by_tier"]["disk"] for path in (whole, less)
-    ]
+    sizes = [json_of(invoke("info", "--store", path, "--json"))["bytes_by_tier"]["disk"] for path in (made, less)]
     assert sizes[1] < sizes[0]
     other = invoke("ask", "Where is the cat?", "--store", less, "--kv-kept", 0.5)
     assert (other.exit_code, other.stdout) == (1, "")
     assert "kv_kept" in other.stderr
-    for wrong, message in ((["--kv-kept", 1.5], "above 0"), (["--kv-task", "names"], "--kv-kept")):
-        refused = invoke("ingest", folder, "--store", tmp_path / "never", "--model", model, *wrong)
-        assert refused.exit_code == 2, refused.output
-        assert message in refused.stderr
-        assert not (tmp_path / "never").exists()
 
 
 def test_precompute_keeps_kv_alone(model, folder, tmp_path):

@@ -21,6 +21,8 @@ import forked
 import httpx
 import pytest
 import typer
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from terminal import NAMES, invoke, names
 from typer.testing import CliRunner
 
@@ -101,6 +103,7 @@ def test_the_environment_stands_for_options_that_are_not_given(store):
         (["serve", "--port", "0", "--temperature", "-1"], 2, "temperature"),
         (["serve", "--port", "0", "--api-keys-file", "/no/such/file"], 2, "/no/such/file"),
         (["serve", "--port", "0", "--slots", "0"], 2, "slots"),
+        (["serve", "--port", "0", "--host", "0.0.0.0"], 2, "API keys are needed"),
     ],
 )
 def test_errors_are_one_line(store, arguments, status, message):
@@ -130,6 +133,8 @@ def test_a_wrong_option_is_told_the_right_one(wrong, right):
 
 
 MISUSED = [
+    (["ingest", "docs", "--store", "/no/where", "--kv-kept", "1.5"], "above 0"),
+    (["ingest", "docs", "--store", "/no/where", "--kv-task", "names"], "--kv-kept"),
     (["list", "--memory", "3 apples"], "apples"),
     (["ask"], "question"),
     (["ask", "x", "--on-overflow", "cry"], "cry"),
@@ -416,43 +421,6 @@ def test_a_server_from_its_start_to_its_end(tmp_path, model):
     assert "from-" not in "".join(errors)
 
 
-def test_two_keys_serve_a_new_store_of_a_trained_directory(tmp_path):
-    """Such a model needs no neighbours, so that there is nothing to take from the document."""
-    trained = shutil.copytree(resolve("mini"), tmp_path / "trained")
-    options = ("--store", tmp_path / "new", "--port", 0, "--model", trained)
-    with (
-        process("serve", *options, RAGCACHE_API_KEYS="one,two") as (_, url, errors),
-        httpx.Client(base_url=url, trust_env=False, timeout=120) as http,
-    ):
-        assert http.get("/readyz").status_code == 200, errors
-
-
-def test_two_keys_over_similar_neighbours_are_warned_of(tmp_path, folder, model):
-    made = invoke("ingest", folder, "--store", tmp_path / "kb", "--model", model)
-    assert made.exit_code == 0, made.output
-    for keys, warned in (("one", False), ("one,two", True)):
-        with process("serve", "--store", tmp_path / "kb", "--port", 0, RAGCACHE_API_KEYS=keys) as (
-            running,
-            url,
-            errors,
-        ):
-            assert httpx.get(f"{url}/healthz", trust_env=False, timeout=120).status_code == 200
-            running.send_signal(signal.SIGTERM)
-            assert running.wait(120) == 0
-        assert any("make the store with --neighbours-from document" in line for line in errors) is warned
-
-
-@pytest.mark.slow
-def test_chat_in_a_page(store):
-    with process("chat", "--web", "--store", store, "--port", 0) as (running, url, _errors):
-        page = httpx.get(f"{url}/", trust_env=False, timeout=120)
-        assert page.status_code == 200
-        assert page.headers["content-type"].startswith("text/html")
-        assert page.headers["content-security-policy"] == "default-src 'self'"
-        running.send_signal(signal.SIGINT)
-        assert running.wait(120) == 0
-
-
 def test_a_port_that_is_taken(store):
     with listen("127.0.0.1", 0) as taken:
         result = invoke("serve", "--store", store, "--port", taken.getsockname()[1])
@@ -487,46 +455,57 @@ def test_options_are_the_servers_settings(store, monkeypatch):
     assert (given.order, given.hint, given.context) == ("shared", False, "keep")
 
 
-def test_a_server_for_others_goes_by_any_name_and_keys_come_from_the_environment(store, monkeypatch):
-    made = settings_of(monkeypatch, "serve", "--store", store, "--host", "0.0.0.0", env={"RAGCACHE_API_KEYS": "a b"})
-    assert (made.allowed_hosts, tuple(made.api_keys)) == ((), ("a", "b"))
+@pytest.mark.parametrize("hosts", [(), ("kb.example", "kb")])
+def test_a_server_for_others_needs_keys_and_no_name_of_its_own(store, monkeypatch, hosts):
+    named = [word for host in hosts for word in ("--allowed-host", host)]
+    assert settings_of(monkeypatch, "serve", "--store", store, *named).allowed_hosts == (*hosts, LOOPBACK)
+    env = {"RAGCACHE_API_KEYS": "a b"}
+    made = settings_of(monkeypatch, "serve", "--store", store, "--host", "0.0.0.0", *named, env=env)
+    assert (made.allowed_hosts, tuple(made.api_keys)) == (hosts, ("a", "b"))
 
 
-def test_a_server_for_others_needs_keys(store):
-    refused = forked.run(forked.COMMAND, "serve", "--store", store, "--host", "0.0.0.0", env=_environment())
-    assert (refused.returncode, "API keys are needed" in " ".join(refused.stderr.split())) == (2, True), refused.stderr
-
-
-def test_names_of_this_server_may_be_given(store, monkeypatch):
-    hosts = ("--allowed-host", "kb.example", "--allowed-host", "kb")
-    assert settings_of(monkeypatch, "serve", "--store", store, *hosts).allowed_hosts == ("kb.example", "kb", LOOPBACK)
-    env = {"RAGCACHE_API_KEYS": "a"}
-    made = settings_of(monkeypatch, "serve", "--store", store, "--host", "0.0.0.0", *hosts, env=env)
-    assert made.allowed_hosts == ("kb.example", "kb")
+def test_two_keys_over_similar_neighbours_are_warned_of(store, tmp_path, monkeypatch):
+    """A trained model needs no neighbours, so that its new store is no reason to warn."""
+    trained = shutil.copytree(resolve("mini"), tmp_path / "trained")
+    of_trained = ("--store", tmp_path / "new", "--model", trained)
+    for keys, options, is_warned in (
+        ("one", ("--store", store), False),
+        ("one,two", ("--store", store), True),
+        ("one,two", of_trained, False),
+    ):
+        _, errors = app_of(monkeypatch, "serve", *options, env={"RAGCACHE_API_KEYS": keys})
+        assert ("make the store with --neighbours-from document" in errors) is is_warned
 
 
 def test_defaults_are_those_of_the_settings(store, monkeypatch):
     own = {"allowed_hosts": (LOOPBACK,)}
-    assert settings_of(monkeypatch, "serve", "--store", store) == ServerSettings(**own)
-    assert settings_of(monkeypatch, "chat", "--web", "--store", store) == ServerSettings(**own)
+    for words, served in ((["serve"], False), (["chat", "--web"], True)):
+        app, _ = app_of(monkeypatch, *words, "--store", store)
+        assert app.state.service.settings == ServerSettings(**own)
+        page = TestClient(app, base_url="http://localhost").get("/")
+        assert page.headers["content-type"].startswith("text/html") is served
     late = settings_of(monkeypatch, "chat", "--web", "--store", store, "--timeout", 7)
     assert late == ServerSettings(**own, timeout_s=7.0)
 
 
 def settings_of(monkeypatch, *arguments, env=None) -> ServerSettings:
-    """The settings that a command's server is made with; it is not run."""
+    app, _ = app_of(monkeypatch, *arguments, env=env)
+    return app.state.service.settings
+
+
+def app_of(monkeypatch, *arguments, env=None) -> tuple[FastAPI, str]:
+    """The application that a command's server is made with, and what the command logs; the server is not run."""
     made = []
 
     class NoServer:
         def __init__(self, app, drain_s):
-            made.append(app.state.service.settings)
+            self.app = app
 
         def run(self, sockets):
-            app_closed.append(sockets)
+            assert sockets
+            made.append(self.app)
 
-    app_closed: list[object] = []
     monkeypatch.setattr("ragcache.server.run.Server", NoServer)
     result = invoke(*arguments, "--port", 0, env=env)
     assert result.exit_code == 0, result.output
-    assert app_closed
-    return made[0]
+    return made[0], result.stderr

@@ -1,4 +1,4 @@
-"""Encoded blocks through tiers, fusion, the engine and the command line."""
+"""Encoded blocks through tiers and fusion."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from bases import keep_basis, ready
 from blocks import DTYPES, make_block, make_key, same, tier_of
-from covering import covering, few
+from covering import covering
 
 import ragcache as rc
 from ragcache.codecs import CODECS, get_codec
@@ -14,12 +14,9 @@ from ragcache.errors import UnencodableBlockError
 from ragcache.fusion import METHODS
 from ragcache.kv.block import KVBlock
 from ragcache.store.kv_store import KVStore
-from ragcache_papers.kvtc_fit import stand_in
 
 KEY = make_key(1)
 LOSSY = sorted(name for name, codec in CODECS.items() if not codec.lossless)
-TEXTS = {"cats": "The cat sat on the mat. It was happy.\n", "dogs": "Dogs bark at night in the town of Kelbrook.\n"}
-SHORT = rc.Sampling(max_tokens=6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -60,21 +57,6 @@ def test_memory_holds_the_codecs_bytes(codec: str, tmp_path: Path) -> None:
         assert store.stats().evictions == 1
 
 
-def test_a_store_reads_blocks_of_every_codec(tmp_path: Path) -> None:
-    block = make_block(1, num_tokens=30)
-    for number, codec in enumerate(sorted(CODECS)):
-        with KVStore(tmp_path / "kv", codec=codec, basis=keep_basis(tmp_path / "kv", codec, block)) as store:
-            store.put(make_key(number), block)
-    for codec in CODECS:
-        with KVStore(tmp_path / "kv", codec=codec) as store:
-            for number, written in enumerate(sorted(CODECS)):
-                found = store.get(make_key(number))
-                assert found is not None
-                coder = get_codec(written).for_trial(block)
-                assert same(found.block, coder.decode(coder.encode(block)))
-                store.verify(make_key(number))
-
-
 @pytest.mark.parametrize("codec", LOSSY)
 def test_what_cannot_be_kept_is_in_no_tier(codec: str, tmp_path: Path) -> None:
     block = make_block(1)
@@ -109,23 +91,3 @@ def test_fusing_encoded_blocks_is_fusing_the_decoded(lm: rc.LanguageModel, codec
     other = rc.fuse(lm, prompt, method=method, blocks=decoded, recipe=recipe, **OPTIONS.get(method, {}))
     assert torch.equal(one.next_logits, other.next_logits)
     assert one.kept_tokens == other.kept_tokens
-
-
-@pytest.mark.parametrize("codec", few(["int8", "kvtc"], sorted(set(LOSSY) - {"int8", "kvtc"})))
-def test_every_answer_reads_what_the_store_keeps(codec: str, lm: rc.LanguageModel, open_kb) -> None:
-    """Blocks are computed at first use: the first answer has the logits of those from memory and from disk."""
-    config = rc.StoreConfig(codec=codec)
-    with open_kb(store=config) as kb:
-        kb.ingest((rc.Document(name, text) for name, text in TEXTS.items()), kv="lazy")
-        if kb.store.kv.lacks_basis:
-            kb.store.documents.hold_basis(kb.store.kv.add_basis(stand_in(lm.encode([list(range(40))])[0])))
-        answers = []
-        for _ in range(2):
-            answers.append(kb.ask("Where is the cat?", k=2, sampling=SHORT))
-            kb._engine.contexts.clear()
-    with open_kb(store=config) as kb:
-        answers.append(kb.ask("Where is the cat?", k=2, sampling=SHORT))
-        report = kb.doctor()
-    assert [{hit.kv for hit in answer.hits} for answer in answers] == [{"computed"}, {"memory"}, {"disk"}]
-    assert len({answer.text for answer in answers}) == 1
-    assert report.sound

@@ -6,27 +6,11 @@ import pytest
 from fuzzing import changed_bytes, counts, inputs, mutated, series
 from hypothesis import given
 from hypothesis import strategies as st
+from pdf_files import pages, plain_stream
 
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
 from ragcache.ingest.readers import SourceFile, read_file
-
-
-def pdf() -> bytes:
-    """A page of text, with its table of objects."""
-    objects = [
-        b"<< /Type /Catalog /Pages 2 0 R >>",
-        b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
-        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 99 99] /Resources << /Font << /F1 5 0 R >> >> /Contents 4 0 R >>",
-        b"<< /Length 27 >>\nstream\nBT /F1 9 Tf (A river.) Tj ET\nendstream",
-        b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
-    ]
-    file, table = b"%PDF-1.4\n", b"xref\n0 6\n0000000000 65535 f \n"
-    for number, one in enumerate(objects, 1):
-        table += b"%010d 00000 n \n" % len(file)
-        file += b"%d 0 obj\n%s\nendobj\n" % (number, one)
-    return file + table + b"trailer\n<< /Root 1 0 R /Size 6 >>\nstartxref\n%d\n%%%%EOF\n" % len(file)
-
 
 SEEDS = {
     "md": (
@@ -42,7 +26,7 @@ SEEDS = {
     "csv": b'a,b\n1,river\n2,"x\ny"\n',
     "rtf": b"{\\rtf1\\ansi A {\\b river}.\\par \\u228?\n}",
     "ipynb": json.dumps({"cells": [{"cell_type": "markdown", "source": ["# A"]}], "nbformat": 4}).encode(),
-    "pdf": pdf(),
+    "pdf": pages(1, plain_stream(b"BT /F 9 Tf (A river.) Tj ET")),
 }
 
 

@@ -2,11 +2,9 @@
 
 import json
 import multiprocessing
-import os
 import random
 import shutil
-import sys
-from multiprocessing import forkserver
+from collections.abc import Callable
 from pathlib import Path
 
 import killed
@@ -15,8 +13,13 @@ import torch
 from blocks import garbage_of
 from kit.ingestion import Kit
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["killed"])
+
+def status_of(act: Callable[..., None], *arguments: object) -> int | None:
+    """Act in a child process. Returns its exit status."""
+    child = multiprocessing.get_context("fork").Process(target=act, args=arguments)
+    child.start()
+    child.join()
+    return child.exitcode
 
 
 class Runner:
@@ -30,20 +33,13 @@ class Runner:
         and the seconds of an ingestion that came to its end."""
         root, ended = self.work / name, self.work / f"{name}.ended"
         shutil.copytree(self.base, root)
-        arguments = str(root), str(self.lm_directory), at_step, delay_s, str(ended)
-        child = CONTEXT.Process(target=killed.ingest, args=arguments)
-        child.start()
-        child.join()
-        assert (child.exitcode == 0) == ended.exists(), child.exitcode
+        status = status_of(killed.ingest, root, self.lm_directory, at_step, delay_s, ended)
+        assert (status == 0) == ended.exists(), status
         return root, tuple(json.loads(ended.read_text())) if ended.exists() else None
 
 
 @pytest.fixture(scope="module")
 def runner(lm, lm_directory, tmp_path_factory) -> Runner:
-    with pytest.MonkeyPatch.context() as patch:
-        # The fork server imports `killed` once, with everything below it; it does not inherit sys.path.
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        forkserver.ensure_running()
     base = tmp_path_factory.mktemp("base") / "kb"
     with Kit(base, lm) as kit:
         kit.ingestor.ingest(killed.version_one())
@@ -115,11 +111,11 @@ def test_kills_at_random_moments(runner, finished, lm, times):
     assert len(set(visible)) >= 3, visible
 
 
-def test_a_store_killed_again_and_again_gets_there(runner, finished, lm):
+def test_a_store_killed_again_and_again_gets_there(runner, finished, lm, lm_directory):
     """The same store, killed each time as far behind its beginning: every run goes on where the last one stopped."""
     root, (whole, steps, _) = runner.base, finished
     for round in range(5):
-        root, ended = Runner(root, runner.work, runner.lm_directory).run(f"again-{round}", steps // 3)
+        root, ended = Runner(root, runner.work, lm_directory).run(f"again-{round}", steps // 3)
         with Kit(root, lm) as kit:
             assert_sound(kit)
         if ended is not None:
@@ -133,7 +129,7 @@ def test_a_store_killed_again_and_again_gets_there(runner, finished, lm):
 @pytest.mark.parametrize(
     ("stride", "neighbours"), [(25, 2), *(pytest.param(1, neighbours, marks=pytest.mark.slow) for neighbours in (0, 2))]
 )
-def test_a_sync_killed_at_any_step_finishes_when_run_again(lm, lm_directory, runner, tmp_path, stride, neighbours):
+def test_a_sync_killed_at_any_step_finishes_when_run_again(lm, lm_directory, tmp_path, stride, neighbours):
     """Every document is whole and of one version or the other; nothing but what vanished is ever missing."""
     folder, base, work = tmp_path / "docs", tmp_path / "base", tmp_path / "work"
     folder.mkdir()
@@ -143,10 +139,7 @@ def test_a_sync_killed_at_any_step_finishes_when_run_again(lm, lm_directory, run
     killed.write_folder(folder, 2)
     for steps in range(1, 200, stride):
         shutil.copytree(base, work)
-        args = (str(work), str(lm_directory), str(folder), steps, neighbours)
-        child = CONTEXT.Process(target=killed.sync, args=args)
-        child.start()
-        child.join()
+        status = status_of(killed.sync, work, lm_directory, folder, steps, neighbours)
         with Kit(work, lm, neighbours=neighbours) as kit:
             kit.check()
             assert all(town in str(kit.texts()) for town in ("Town2 ", "Town3 ")), "these only move"
@@ -157,6 +150,6 @@ def test_a_sync_killed_at_any_step_finishes_when_run_again(lm, lm_directory, run
             kit.check()
             assert (set(kit.kv.keys()), garbage_of(kit.documents)) == (kit.documents.handles(), set())
         shutil.rmtree(work)
-        if child.exitcode == 0:
+        if status == 0:
             break
-    assert (child.exitcode, steps > 15) == (0, True)
+    assert (status, steps > 15) == (0, True)

@@ -12,7 +12,7 @@ from blocks import garbage_of, tier_of
 from covering import covering
 from kit.ingestion import Kit, chunker_of
 from random_texts import text_of
-from waiting import at_once, beside
+from waiting import at_once
 
 from ragcache.errors import (
     ConfigError,
@@ -201,15 +201,11 @@ def test_bad_inputs_are_reported_with_their_reason_and_the_others_go_on(kit, fol
     kit.check()
 
 
-def test_one_enormous_word_and_a_chunk_too_long_for_the_model(tmp_path, lm):
-    with Kit(tmp_path / "kb", lm) as kit:
-        kit.ingestor.ingest([Document("word", "x" * 20_000)])
-        assert "".join(kit.texts()["word"]).replace("\n", "") == "x" * 20_000
-        kit.check()
-    with Kit(tmp_path / "kb2", lm, max_tokens=600) as kit:
+def test_a_chunk_too_long_for_the_model_fails_alone(tmp_path, lm):
+    with Kit(tmp_path / "kb", lm, max_tokens=600) as kit:
         report = kit.ingestor.ingest([Document("long", "好" * 900), Document("short", "Mora has a club.")])
-        assert report.added == ["short"]
-        assert isinstance(report.failed[0].error, ContextTooLongError)
+    assert report.added == ["short"]
+    assert isinstance(report.failed[0].error, ContextTooLongError)
 
 
 def test_a_failure_before_the_commit_leaves_no_block_and_no_document(kit, monkeypatch):
@@ -310,20 +306,6 @@ def test_two_ingestions_at_once_both_end_well(tmp_path, lm):
     with Kit(tmp_path / "kb", lm) as kit:
         assert len(kit.ids()) == 11
         kit.check()
-
-
-def test_readers_beside_an_ingestion_see_whole_documents(kit):
-    inputs = [Document(f"d{n}", text_of(f"Town{n}", 4), {"n": n}) for n in range(12)]
-    expected = len(kit.chunker.split(inputs[0].text))
-
-    def read() -> None:
-        hits = kit.retriever.retrieve("mill Town3", 200)
-        assert all(kit.kv.get(hit.handle) is not None for hit in hits)
-        counts = np.unique([hit.chunk.document_id for hit in hits], return_counts=True)[1]
-        assert all(abs(count - expected) <= 1 for count in counts)
-
-    with beside(read, read):
-        kit.ingestor.ingest(inputs)
 
 
 PAGED = text_of("Tolvik", 6)

@@ -50,16 +50,6 @@ def files_in(root: Path) -> dict[str, bytes]:
 # Ids
 
 
-def test_two_folders_with_a_readme_each_are_two_documents(kit, tmp_path):
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "readme.md").write_text(text_of(name))
-        assert len(kit.ingestor.ingest([tmp_path / name]).added) == 1
-    assert kit.ids() == [str(tmp_path / name / "readme.md") for name in ("one", "two")]
-    assert "one has mill" in kit.texts()[str(tmp_path / "one" / "readme.md")][0]
-    kit.check()
-
-
 def test_records_of_two_files_with_one_id_are_an_error_that_names_both(kit, docs):
     write_records(docs / "e.jsonl", {"id": "x", "text": "Another."}, {"id": "y", "text": "Its own."})
     for _ in range(2):

@@ -14,7 +14,7 @@ from families import METHOD_FAMILIES, VOCAB, assert_same, figure_2, masks_of, or
 from kit.makers import tiny_directory
 from safetensors.torch import load_file, save_file
 from tiny_model import save_tiny_llama
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import ragcache as rc
 from ragcache.errors import AdapterError
@@ -23,7 +23,6 @@ from ragcache.models.checkpoint_digest import checkpoint_digest
 from ragcache.models.load import load_card
 from ragcache.models.lora import DELTA, LORA_FILE
 from ragcache.models.trained_tokens import TrainedTokens
-from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_plan.stated import shape_of
 
 MARKERS = TrainedTokens("markers", doc_start_id=VOCAB, doc_end_id=VOCAB + 1, positions="reordered")
@@ -78,19 +77,6 @@ def test_methods_read_the_rows_as_plain_transformers_does(family, name, tmp_path
     assert_same(fused.next_logits[kept], expected[kept])
 
 
-@pytest.mark.parametrize("spec", [MARKERS, LINK], ids=["markers", "link"])
-def test_rows_that_equal_words_are_those_words(spec, tmp_path):
-    base = tmp_path / "base"
-    save_tiny("llama", str(base))
-    table = load_file(base / "model.safetensors")["model.embed_tokens.weight"]
-    words = {id: 20 + number for number, id in enumerate(sorted(spec.added_ids))}
-    save_adapter(tmp_path / "adapter", base, spec, rows={id: table[word] for id, word in words.items()})
-    prompt = random_prompt(5)
-    ours = rc.fuse(rc.load_lm(tmp_path / "adapter"), prompt, spec.method).next_logits
-    parts = [(kind, [words.get(id, id) for id in ids]) for kind, ids in spelt(spec, prompt)]
-    assert_same(ours[:VOCAB], oracle_with_rows(oracle_model(str(base)), parts, {}))
-
-
 base = tiny_directory()
 
 
@@ -101,15 +87,6 @@ SMALL = TrainedTokens("markers", doc_start_id=258, doc_end_id=259, positions="re
 def adapter(base, tmp_path):
     save_adapter(tmp_path / "adapter", base, SMALL)
     return tmp_path / "adapter"
-
-
-def test_the_directory_is_small_and_the_base_stays(base, adapter):
-    before = checkpoint_digest(str(base))
-    rc.load_lm(adapter)
-    assert checkpoint_digest(str(base)) == before
-    (rows,) = (tensor for name, tensor in load_file(adapter / LORA_FILE).items() if name.endswith(DELTA))
-    assert (rows.dtype, rows.shape) == (torch.float32, (2, 32))
-    assert not (adapter / "model.safetensors").exists()
 
 
 def test_rows_are_read_as_they_were_written(base, tmp_path):
@@ -136,36 +113,6 @@ def test_a_card_knows_what_the_model_knows(adapter):
     assert (card.vocab_size, card.reuse, card.max_positions) == (lm.vocab_size, lm.reuse, lm.max_positions)
     assert len(card.tokenizer) == len(lm.tokenizer) == 260
     assert shape_of(adapter) == shape_of(Adapter.find(adapter).base.name)
-
-
-def oracle_answer(base, rows, texts, question, count):
-    """Greedy, each token by a plain forward over everything before it."""
-    model, tokenizer = oracle_model(str(base)), AutoTokenizer.from_pretrained(base)
-
-    def ids(text):
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    parts = [("text", [tokenizer.bos_token_id]), *(("chunk", [258, *ids(text), 259]) for text in texts)]
-    parts.append(("text", ids(f"Question: {question}\nAnswer:")))
-    made = []
-    while len(made) < count and tokenizer.eos_token_id not in made:
-        made.append(int(oracle_with_rows(model, [*parts, ("text", made)], rows).argmax()))
-    return tokenizer.decode(made, skip_special_tokens=True)
-
-
-def test_a_store_made_with_it_answers_as_plain_transformers(open_kb, base, tmp_path):
-    rows = save_adapter(tmp_path / "adapter", base, SMALL)
-    kb = open_kb(model=tmp_path / "adapter")
-    texts = ["Dogs bark at night.\n", "The cat sat on the mat.\n"]
-    kb.ingest([rc.Document(str(number), text) for number, text in enumerate(texts)])
-    question, sampling = "Where do dogs bark?", rc.Sampling(max_tokens=8)
-    answer = kb.ask(question, k=2, sampling=sampling)
-    assert (answer.method, {source.kv for source in answer.hits}) == ("markers", {"memory"})
-    assert answer.text == oracle_answer(base, rows, [hit.chunk.text for hit in answer.hits], question, 8)
-    kb.close()
-    with rc.RagCache.open(tmp_path / "kb", embedder=BagOfWords()) as again:
-        assert again.lm.name == str(tmp_path / "adapter"), "a store remembers its adapter"
-        assert again.ask(question, k=2, sampling=sampling).text == answer.text
 
 
 def test_digest_and_fingerprint_cover_base_and_rows_and_not_where_the_base_is(base, adapter, tmp_path):

@@ -186,14 +186,6 @@ def model(request):
     return *tiny(request.param), FAMILIES[request.param][1]["sliding_window"]
 
 
-def test_the_oracle_masks_as_transformers_itself_does(model):
-    _, oracle, window = model
-    for more in EDGE:
-        ids = ids_of(window + more)
-        with torch.no_grad():
-            assert_same(causal_logits(oracle, ids), oracle(input_ids=torch.tensor([ids])).logits[0, -1])
-
-
 @pytest.mark.parametrize("more", EDGE)
 def test_prefill(model, more):
     lm, oracle, window = model

@@ -23,7 +23,6 @@ from ragcache.models.card import eos_token_ids
 from ragcache.models.deadline import Limit
 from ragcache.models.generate import Detokenizer, decode
 from ragcache.models.sampler import Sampler, Sampling
-from ragcache_demo.bag_of_words import BagOfWords
 
 PROMPT = random_prompt(1)
 
@@ -266,15 +265,6 @@ def test_a_form_that_forbids_nothing_changes_nothing(lm):
     kept, _ = written(lm, rc.Sampling(max_tokens=12, regex="(.|\n)*"))
     valid = len(text.split("�")[0].encode())  # an expression is over characters: no half ones
     assert kept[:valid] == free[:valid]
-
-
-def test_methods_of_every_kind_write_it(lm, tmp_path):
-    with rc.RagCache.open(tmp_path / "kb", model=lm, embedder=BagOfWords()) as kb:
-        kb.ingest([rc.Document("a", "The cat sat on the mat."), rc.Document("b", "Dogs bark at night.")])
-        for name in ("full", "epic", "cacheblend", "samkv"):  # one that reads text, and each way to read blocks
-            answer = kb.ask("Cat?", k=2, method=name, sampling=rc.Sampling(max_tokens=300, json_schema=SCHEMA))
-            jsonschema.validate(json.loads(answer.text), SCHEMA)
-            assert answer.finish_reason == "stop"
 
 
 @pytest.mark.parametrize(

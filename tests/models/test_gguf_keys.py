@@ -13,7 +13,7 @@ from kit.makers import made_by
 
 import ragcache as rc
 from ragcache.errors import UnsupportedModelError
-from ragcache.models import gguf_keys, gguf_tokenizer
+from ragcache.models import gguf_tokenizer
 from ragcache.models.card import eos_token_ids
 from ragcache.models.checkpoint import load_config
 
@@ -286,18 +286,6 @@ HARMLESS = {
 
 def test_keys_that_change_nothing_are_taken(llama, tmp_path):
     check(write(tmp_path / "model.gguf", llama, HARMLESS), llama, by_llama_cpp=False)
-
-
-def test_every_row_of_the_table_has_a_case():
-    sizes = {"context_length", "embedding_length", "block_count", "attention.head_count", "attention.head_count_kv"}
-    tried = sizes | {*REFUSED, *HARMLESS} | {key for case in HONOURED.values() for key in case.keys}
-    # Of another family; in every file, and in every one with experts.
-    tried |= {"attention.layer_norm_epsilon", "attention.key_length", "expert_feed_forward_length"}
-    assert {key for key in gguf_keys.TABLE if not key.startswith("ssm.")} <= tried
-    assert {f"tokenizer.{key}" for key in gguf_tokenizer.TOKENIZER_TABLE} - tried == {
-        "tokenizer.ggml.normalizer.strip_accents",
-        "tokenizer.rwkv.world",
-    }
 
 
 # Where answers end, and how text becomes tokens.

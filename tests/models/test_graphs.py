@@ -10,7 +10,7 @@ import pytest
 import torch
 from covering import covering
 from families import FAMILIES, assert_same, block_diagonal, load_tiny, oracle_logits, random_prompt
-from graph_tape import Tape, TapeRecorder
+from graph_tape import TapeRecorder
 from hybrids import save_hybrid
 from kit.makers import messages_of
 from late_lane import LateLane
@@ -379,7 +379,7 @@ def test_a_decoded_token_takes_one_upload_that_nobody_waits_for(tiny):
     assert (here.run.ids.tolist(), here.run.positions.tolist()) == ([5], [6])
 
 
-# The arena and the double.
+# The arena.
 
 
 def test_parts_of_the_arena_do_not_overlap_and_are_given_back(tiny):
@@ -396,17 +396,3 @@ def test_parts_of_the_arena_do_not_overlap_and_are_given_back(tiny):
     taken[0].keys[1].fill_(7.0)
     assert (tiny.pool.arena.keys[1][:, :, 64:128] == 7).all()
     assert not tiny.pool.arena.keys[1][:, :, :64].any()
-
-
-def test_the_double_runs_operations_alone():
-    scale, held = [2.0], torch.ones(3)
-    with Tape() as tape:
-        out = held * scale[0] + len(scale)
-        held.add_(1)
-    scale[:] = [5.0, 6.0]
-    tape.replay()
-    assert out.tolist() == [5.0] * 3, "of the second run's numbers, and the first one's Python"
-    assert held.tolist() == [3.0] * 3
-    for read in (lambda: held.sum().item(), lambda: held[held > 0], lambda: held.nonzero()):
-        with pytest.raises(RuntimeError, match="not permitted"), Tape():
-            read()

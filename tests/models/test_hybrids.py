@@ -4,13 +4,11 @@ import itertools
 
 import pytest
 import torch
-from blocks import same
 from covering import covering, few
 from hybrids import HYBRIDS, ONE_EACH, REFUSED, STEPPED, build, hybrid, save_hybrid, stepped_logits
 
 import ragcache as rc
 from ragcache.codecs import CODECS, get_codec
-from ragcache.codecs.block_file import read_block, write_block
 from ragcache.engine.caches.prefix_cache import PrefixCache
 from ragcache.engine.load_plan import BlockSize, LoadPlan
 from ragcache.engine.rates import Rates
@@ -203,20 +201,6 @@ def test_states_that_cannot_be_rounded_are_refused(world):
     broken = [StateMap(one.p, one.q / 0, one.tail) for one in block.states]
     with pytest.raises(UnencodableBlockError, match="recurrent layer 0 holds infinite numbers"):
         get_codec("int8").encode(HybridBlock(block.kv, broken))
-
-
-def test_a_block_file_with_states_is_read_back_and_damage_is_noticed(world, tmp_path):
-    lm, _ = world("granite")
-    (block,) = rc.encode(lm, rc.Prompt(PREFIX, CHUNKS[:1], SUFFIX))
-    path = tmp_path / "block"
-    write_block(path, "key", block, get_codec("raw"))
-    assert same(read_block(path, "key"), block)
-    whole = bytearray(path.read_bytes())
-    place = whole.find(block.states[0].q.numpy().tobytes())
-    whole[place] ^= 1
-    path.write_bytes(whole)
-    with pytest.raises(DamagedBlockError, match="not sealed"):
-        read_block(path, "key")
 
 
 def test_bytes_of_a_block_are_those_that_its_shape_states(world):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from families import FAMILIES, assert_same, block_diagonal, causal_logits, ids_of, oracle_logits_of, random_prompt, tiny
+from families import FAMILIES, assert_same, causal_logits, ids_of, tiny
 from kit.makers import each
 from transformers import DynamicCache
 
@@ -31,18 +31,6 @@ def test_a_block_is_what_plain_transformers_caches(model):
         torch.testing.assert_close(block.layer_values(layer), held.keys[0], atol=1e-5, rtol=1e-4)
         rotated = lm.rope.rotate(block.layer_keys(layer), layer, start)
         torch.testing.assert_close(rotated, held.values[0], atol=1e-5, rtol=1e-4)
-
-
-def test_decoding_token_by_token_is_one_forward(model):
-    lm, oracle = model
-    prompt = random_prompt(3, prefix=5, chunks=(7, 9))
-    fused, allowed, ids = rc.fuse(lm, prompt, "reposition"), block_diagonal(prompt), list(prompt.ids)
-    for token in (9, 80, 33):
-        logits = lm.run([token], len(ids), fused.cache)
-        ids.append(token)
-        seen = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
-        seen[: len(allowed), : len(allowed)] = allowed
-        assert_same(logits, oracle_logits_of(oracle, ids, seen))
 
 
 def parts_of(lm):

@@ -1,9 +1,7 @@
 """Models as users have them: a loaded one, a LoRA adapter beside its base, and their names in block keys."""
 
 import json
-import platform
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -90,24 +88,6 @@ def test_what_is_no_model_is_refused_with_the_way_out(what):
         rc.load_lm(what)
 
 
-def has_bfloat16():
-    """Whether the processor says that it multiplies bfloat16; without, that is slower than float32."""
-    flags = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
-    return platform.machine().lower() not in ("x86_64", "amd64") or "avx512_bf16" in flags or "amx_tile" in flags
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_runs_in_the_dtype_that_its_weights_were_saved_in(base, tmp_path, dtype):
-    AutoModelForCausalLM.from_pretrained(base, dtype=dtype).save_pretrained(tmp_path)
-    assert rc.load_lm(tmp_path).dtype == (dtype if has_bfloat16() else torch.float32)
-    assert rc.load_lm(tmp_path, dtype="float32").dtype == torch.float32
-
-
-def test_a_bundled_model_runs_in_float32():
-    assert rc.load_lm("mini").dtype == torch.float32
-    assert rc.load_lm("mini", dtype="auto").dtype == (torch.bfloat16 if has_bfloat16() else torch.float32)
-
-
 # LoRA
 
 
@@ -151,9 +131,6 @@ def test_a_lora_without_its_weights_is_damaged(lora, tmp_path):
 
 
 # A model's name in block keys: another one for whatever changes a key, a value or a token.
-
-
-saved = tiny_directory()
 
 
 def edited(file, change):
@@ -210,19 +187,19 @@ def change_one_weight(directory):
     ],
     ids=["token ids", "normaliser", "no tokenizer", "theta", "rope type", "configuration", "weight"],
 )
-def test_it_changes_with(saved, tmp_path, change):
-    other = shutil.copytree(saved, tmp_path / "model")
+def test_it_changes_with(base, tmp_path, change):
+    other = shutil.copytree(base, tmp_path / "model")
     same = rc.load_lm(other).fingerprint
-    assert same == rc.load_lm(saved).fingerprint, "the directory's name is no part of it"
+    assert same == rc.load_lm(base).fingerprint, "the directory's name is no part of it"
     change(other)
     assert rc.load_lm(other).fingerprint != same
 
 
-def test_it_changes_with_the_precision(saved):
-    assert rc.load_lm(saved, dtype="bfloat16").fingerprint != rc.load_lm(saved).fingerprint
+def test_it_changes_with_the_precision(base):
+    assert rc.load_lm(base, dtype="bfloat16").fingerprint != rc.load_lm(base).fingerprint
 
 
-def test_it_does_not_change_with_what_changes_no_key(saved, tmp_path):
-    other = shutil.copytree(saved, tmp_path / "model")
+def test_it_does_not_change_with_what_changes_no_key(base, tmp_path):
+    other = shutil.copytree(base, tmp_path / "model")
     config(transformers_version="0.0", _name_or_path="elsewhere", use_cache=False)(other)
-    assert rc.load_lm(other).fingerprint == rc.load_lm(saved).fingerprint
+    assert rc.load_lm(other).fingerprint == rc.load_lm(base).fingerprint

@@ -102,6 +102,12 @@ def test_a_dtype_that_is_asked_for_is_taken(machine_with, saved_in, caplog):
     assert SLOW not in caplog.text
 
 
+def test_a_bundled_model_runs_in_float32(machine_with):
+    machine_with(fast=(torch.bfloat16,))
+    assert rc.load_lm("mini").dtype == torch.float32
+    assert rc.load_lm("mini", dtype="auto").dtype == torch.bfloat16
+
+
 def test_other_devices_than_cpus_take_the_weights_dtype(machine_with):
     machine_with("cuda")
     assert suits(torch.bfloat16, torch.device("cuda"))

@@ -127,16 +127,12 @@ def test_minilm_equals_its_card_formula_and_is_normalised():
     np.testing.assert_allclose(embedder.embed_query(texts[1]), expected[1], atol=1e-5)
 
 
-def test_embedding_is_deterministic_and_does_not_depend_on_company(embedder):
+def test_embedding_is_deterministic_and_does_not_depend_on_company(embedder, monkeypatch):
     together = embedder.embed(TEXTS)
     np.testing.assert_array_equal(together, embedder.embed(TEXTS))
     np.testing.assert_allclose(together, np.stack([embedder.embed([text])[0] for text in TEXTS]), atol=1e-5)
     np.testing.assert_allclose(together[::-1], embedder.embed(TEXTS[::-1], batch_size=3), atol=1e-5)
     assert embedder.embed([]).shape == (0, 32)
-
-
-def test_windows_of_texts_come_back_in_order(embedder, monkeypatch):
-    together = embedder.embed(TEXTS)
     monkeypatch.setattr(embedders, "WINDOW_TEXTS", 5)
     np.testing.assert_allclose(embedder.embed(TEXTS), together, atol=1e-5)
 
@@ -406,19 +402,6 @@ def test_a_question_in_windows_scores_as_its_windows_do(length):
     passage = BagOfWords().embed(["Zebulon paints oars"])[0]
     scale = np.linalg.norm(found) / np.linalg.norm(mean)
     assert found @ passage == pytest.approx(scale * np.average(vectors @ passage, weights=weights), abs=1e-5)
-
-
-def test_every_embedder_with_a_limit_is_asked_in_windows(lm, tmp_path):
-    ending = "Zebulon keeps the lighthouse"
-    with rc.RagCache.open(tmp_path / "kb", model=lm, embedder=FourWords()) as kb:
-        long = rc.Document("minutes", f"ropes paint tar oars nets sails buoys anchors {ending}")
-        kb.ingest([long, rc.Document("recipe", "Boil potatoes with salt")], split=False, kv="lazy")
-        for question in (ending, f"Boil? No, not at all; {ending}"):
-            best = kb.retrieve(question, 1)[0]
-            assert best.chunk.id == "minutes"
-            assert best.score > 0.3
-        vector = kb.vectors(["minutes"])[0]
-    np.testing.assert_allclose(np.linalg.norm(vector), 1, atol=1e-5)
 
 
 # Reranking

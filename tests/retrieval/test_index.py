@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from waiting import beside
 
-from ragcache.errors import ConfigError, DamagedIndexError, StoreReadOnlyError
+from ragcache.errors import ConfigError, DamagedIndexError
 from ragcache.retrieval.mmr import maximal_marginal_relevance
 from ragcache.retrieval.vector_index import VectorIndex
 
@@ -142,20 +142,14 @@ def test_every_flipped_byte_and_every_cut_is_refused(kind, tmp_path):
     index.save(path)
     good = path.read_bytes()
     random = np.random.default_rng(5)
-    offsets = {*range(60), *random.integers(0, len(good), 200).tolist(), len(good) - 1}
-    for offset in offsets:
-        bad = bytearray(good)
-        bad[offset] ^= 1 << int(random.integers(8))
+    damaged = [good + b"\0", *(good[:length] for length in (0, 1, 8, 31, 32, 40, *random.integers(0, len(good), 50)))]
+    for offset in {*range(60), *random.integers(0, len(good), 200).tolist(), len(good) - 1}:
+        damaged.append(bytearray(good))
+        damaged[-1][offset] ^= 1 << int(random.integers(8))
+    for bad in damaged:
         path.write_bytes(bad)
         with pytest.raises(DamagedIndexError, match=r"index\.faiss"):
             VectorIndex.load(path)
-    for length in {0, 1, 8, 31, 32, 40, *random.integers(0, len(good), 50).tolist()}:
-        path.write_bytes(good[:length])
-        with pytest.raises(DamagedIndexError):
-            VectorIndex.load(path)
-    path.write_bytes(good + b"\0")
-    with pytest.raises(DamagedIndexError):
-        VectorIndex.load(path)
     path.unlink()
     with pytest.raises(DamagedIndexError):
         VectorIndex.load(path)
@@ -178,15 +172,6 @@ def test_a_killed_save_leaves_the_old_file(tmp_path):
     assert VectorIndex.load(path).ids == frozenset(range(3))
     old.save(path)
     assert [p.name for p in tmp_path.iterdir()] == ["index.faiss"]
-
-
-def test_a_directory_that_cannot_be_written_is_a_typed_error(tmp_path, monkeypatch):
-    def refuse(*_args: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("os.replace", refuse)
-    with pytest.raises(StoreReadOnlyError, match=r"i\.faiss"):
-        VectorIndex(8).save(tmp_path / "i.faiss")
 
 
 def test_wrong_arguments_are_refused_and_change_nothing():

@@ -262,17 +262,6 @@ def test_without_room_in_memory_the_file_is_mapped_and_nothing_is_read_by_hand(t
         assert (kernel.reads, pool.given) == ([], [])
 
 
-def test_codes_are_read_to_where_a_kernel_reads_them(tmp_path, pool):
-    held = kept(tmp_path, "int8", cold=False)
-    with KVStore(tmp_path, memory_bytes=1 << 26) as store:
-        loaded = store.get(KEY)
-        assert loaded is not None
-        assert same(loaded.block, held)
-        codes = [tensor for tensor in tensors_of(loaded.block) if tensor.dtype == torch.uint8]
-        assert len(codes) == 2
-        assert all(tensor.data_ptr() % 64 == 0 for tensor in codes)
-
-
 def test_a_block_that_cannot_be_decoded_takes_no_room(tmp_path, monkeypatch):
     kept(tmp_path, "int8", cold=False)
 
@@ -336,10 +325,7 @@ def test_what_is_locked_stays_within_the_budget(tmp_path: Path, monkeypatch: pyt
     with on_cuda(tmp_path, memory_bytes=budget, codec=codec) as store:
         for _ in range(2):
             for rank, key in enumerate(KEYS):
-                loaded = store.get(key)
-                assert loaded is not None
-                assert same(loaded.block, held[rank])
-                del loaded
+                assert served_from(store, key, held[rank]) is not None
                 assert store.stats().bytes_by_tier["memory"] == locking.live.now
         for rank, key in enumerate(KEYS):
             store.put(key, make_block(rank, num_tokens=9000 + rank))
@@ -359,9 +345,7 @@ def test_a_system_that_locks_no_more_is_named_once_and_ordinary_memory_serves(
         store.put(KEYS[0], make_block(0, num_tokens=9000))
         for _ in range(2):
             for rank, key in enumerate(KEYS):
-                loaded = store.get(key)
-                assert loaded is not None
-                assert same(loaded.block, held[rank])
+                assert served_from(store, key, held[rank]) is not None
         assert store.stats().bytes_by_tier["memory"] >= sum(block.num_bytes for block in held)
     assert locking.asked == granted + 1, "who refused is not asked again"
     [said] = [record.getMessage() for record in caplog.records]

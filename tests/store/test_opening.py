@@ -1,11 +1,16 @@
 """A store's directory: its writer's lock, and the one database of its documents that it names."""
 
 import json
+import multiprocessing
+import os
 import shutil
+import signal
 import sqlite3
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +22,6 @@ from flushes import needs_proc, record_calls, unflushed
 from kit.makers import databases
 from postgres_server import postgres_schema
 from sqlalchemy import make_url
-from tiny_disk import run_on_tiny_disk
 from waiting import at_once
 
 import ragcache as rc
@@ -171,57 +175,35 @@ def test_a_damaged_note_is_named(tmp_path):
     refuse(root, errors.StoreError, r"ragcache.json: damaged at \"documents\"")
 
 
-KILLED = """
-import os, signal, sys
-from contextlib import closing
-from pathlib import Path
-from ragcache.engine.options import StoreConfig
-from ragcache.engine.store_config import open_store
-import ragcache.store.database, ragcache.store.kv_store
-
-base = sys.argv[1]
-
-def make(root, url, steps):
+def make_until_killed(root: Path, url: str | None, steps: int) -> None:
+    """The child: makes a store, and kills itself at that step."""
     left = [steps]
-    def step(event, arguments):
+
+    def step(event: str, arguments: tuple[Any, ...]) -> None:
         if event in ("open", "os.rename", "os.mkdir", "os.link", "os.remove", "sqlite3.connect"):
-            if base in str(arguments[0]) or "/store" in str(arguments[0]):
-                left[0] -= 1
-                if left[0] < 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
+            left[0] -= str(root.parent) in str(arguments[0])
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
     sys.addaudithook(step)
     open_store(root, StoreConfig(database=url), create=True).close()
 
-for kind in ("inside", "elsewhere"):
-    steps, killed = 0, True
-    while killed:
-        root = Path(base) / f"{kind}{steps}"
-        url = None if kind == "inside" else f"sqlite:///{base}/{kind}{steps}.db"
-        pid = os.fork()
-        if pid == 0:
-            try:
-                make(root, url, steps)
-            except BaseException as error:
-                print(error, flush=True)
-                os._exit(1)
-            os._exit(0)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        assert status in (0, -signal.SIGKILL), status
-        killed = status != 0
-        with closing(open_store(root, StoreConfig(database=url), create=True)) as store:
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_kill_at_any_step_of_the_making_leaves_a_store_that_opens(tmp_path, elsewhere):
+    for steps in count():
+        root = tmp_path / f"kb{steps}"
+        url = f"sqlite:///{root}.db" if elsewhere else None
+        child = multiprocessing.get_context("fork").Process(target=make_until_killed, args=(root, url, steps))
+        child.start()
+        child.join()
+        with opened(root, url) as store:
             assert store.documents.counts().documents == 0
             assert store.layout.documents_in() is not None
-        steps += 1
-    print(kind, steps)
-"""
-
-
-def test_a_kill_at_any_step_of_the_making_leaves_a_store_that_opens(tmp_path):
-    done = forked.run(KILLED, tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    counts = [int(line.split()[1]) for line in done.stdout.splitlines()]
-    assert len(counts) == 2
-    assert min(counts) > 10
+        if child.exitcode == 0:
+            break
+        assert child.exitcode == -signal.SIGKILL
+    assert steps > 10
 
 
 def test_two_that_make_one_store_agree_on_its_database(tmp_path):
@@ -340,27 +322,6 @@ def test_another_process_holds_the_lock_until_it_is_killed(tmp_path):
         holder.wait()
         with layout.writer(1):
             pass
-
-
-READ_ONLY = """
-from ragcache.errors import StoreReadOnlyError
-from ragcache.store.directory import StoreLayout
-layout, new = StoreLayout(disk / "kb"), StoreLayout(disk / "new")
-layout.create()
-turn_read_only()
-layout.check()
-layout.create()
-def lock():
-    with layout.writer(1):
-        pass
-for action in (new.create, lock):
-    with pytest.raises(StoreReadOnlyError, match=str(disk)):
-        action()
-"""
-
-
-def test_a_read_only_disk(tmp_path):
-    run_on_tiny_disk(tmp_path, READ_ONLY)
 
 
 def test_a_store_that_another_process_makes_meanwhile_is_no_foreign_directory(tmp_path, monkeypatch):

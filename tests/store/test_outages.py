@@ -105,3 +105,45 @@ assert {path for path in disk.rglob("*") if "sqlite3-" not in path.name} == set(
 
 def test_a_disk_without_a_byte_free_is_readable(tmp_path):
     run_on_tiny_disk(tmp_path, FULL, size="8m")
+
+
+READ_ONLY = """
+import numpy as np
+from ragcache.errors import StoreReadOnlyError
+from ragcache.store.directory import StoreLayout
+from ragcache.store.documents import DocumentStore
+from ragcache.store.kv_store import KVStore
+from ragcache.store.records import NewChunk, NewDocument
+layout = StoreLayout(disk / "kb")
+layout.create()
+kv, documents = KVStore(layout.kv, memory_bytes=0), DocumentStore.open(layout.database)
+def put(id):
+    documents.replace_document(NewDocument(id), [NewChunk(f"{id}#0", "words", [1], np.ones(4, np.float32), "h")])
+def lock():
+    with layout.writer(1):
+        pass
+kv.put(make_key(1), make_block(1))
+put("a")
+documents.database._engine.dispose()  # a disk with a file open for writing cannot turn read-only
+turn_read_only()
+layout.check()
+layout.create()
+for action in (
+    StoreLayout(disk / "new").create, lock, lambda: put("b"),
+    lambda: DocumentStore.open(layout.database), lambda: DocumentStore.open(disk / "new.sqlite3"),
+    lambda: kv.put(make_key(2), make_block(2)), lambda: kv.put(make_key(1), make_block(1)),
+    lambda: kv.delete(make_key(1)),
+):
+    with pytest.raises(StoreReadOnlyError, match=str(disk)):
+        action()
+assert same(kv.get(make_key(1)).block, make_block(1))
+assert kv.get(make_key(2)) is None
+documents.close()
+with DocumentStore.open(layout.database, read_only=True) as documents:
+    assert documents.chunks_of("a")[0].handle == "h"
+    assert documents.vector_ids({"$not": {"a": 1}}) == {1}
+"""
+
+
+def test_a_disk_that_turns_read_only_is_read_and_named_at_every_write(tmp_path):
+    run_on_tiny_disk(tmp_path, READ_ONLY, size="600k")

@@ -24,7 +24,6 @@ from ragcache.retrieval.index_file import IndexHeader, read_index, write_index
 from ragcache.retrieval.vector_index import VectorIndex
 from ragcache.seal import VARIABLE, Seal, new_secret, open_seal
 from ragcache.store.directory import StoreLayout
-from ragcache.store.kv_store import KVStore
 
 COUNT = 12
 KEYS = [make_key(number) for number in range(COUNT)]
@@ -321,10 +320,3 @@ def test_an_index_header_is_sealed_too(tmp_path):
     (tmp_path / "index").write_bytes(data.replace(b'"generation": 3', b'"generation": 4'))
     with pytest.raises(rc.errors.DamagedIndexError):
         read_index(tmp_path / "index", seal)
-
-
-def test_kv_stores_without_a_store_find_damage_alone(tmp_path):
-    with KVStore(tmp_path, memory_bytes=0) as kv:
-        kv.put(KEYS[0], make_block(0))
-        cut(tmp_path, KEYS[0])
-        assert kv.get(KEYS[0]) is None
