@@ -313,15 +313,15 @@ def test_short_writes_are_continued(tmp_path: Path) -> None:
     assert file.data == b"0123456789"
 
 
-OURS, DEAD = os.getpid(), 2**22 + 1  # no process has an id that high
+DEAD = 2**22 + 1  # no process has an id that high
 
 
 @pytest.mark.parametrize(
     ("name", "age_s", "older_than_s", "expected"),
     [
-        (f".file.{OURS}-0123abcd.tmp", 7200, 3600, False),
+        (".file.OURS-0123abcd.tmp", 7200, 3600, False),
         (".file.1-0123abcd.tmp", 7200, 3600, False),
-        (f".file.{OURS}-0123abcd.tmp", 90_000, 3600, True),  # a day is enough
+        (".file.OURS-0123abcd.tmp", 90_000, 3600, True),  # a day is enough
         (f".file.{DEAD}-0123abcd.tmp", 3700, 3600, True),
         (f".file.{DEAD}-0123abcd.tmp", 10, 3600, False),
         (f".file.{DEAD}-0123abcd.tmp", -7200, 0, False),  # a clock that jumped makes no file old
@@ -331,7 +331,8 @@ OURS, DEAD = os.getpid(), 2**22 + 1  # no process has an id that high
 def test_a_leftover_is_the_file_of_a_dead_writer_or_an_old_one(
     tmp_path: Path, name: str, age_s: float, older_than_s: float, expected: bool
 ) -> None:
-    (tmp_path / name).write_bytes(b"")
-    os.utime(tmp_path / name, (time.time() - age_s, time.time() - age_s))
-    assert is_leftover(tmp_path / name, older_than_s) is expected
+    file = tmp_path / name.replace("OURS", str(os.getpid()))
+    file.write_bytes(b"")
+    os.utime(file, (time.time() - age_s, time.time() - age_s))
+    assert is_leftover(file, older_than_s) is expected
     assert not is_leftover(tmp_path / f".gone.{DEAD}-0123abcd.tmp", 0)
