@@ -53,7 +53,7 @@ def expected(kb: rc.RagCache, question: str = QUESTION, **options) -> rc.Answer:
 )
 def test_a_header_names_the_method_with_its_options(served, path, body, method, stream):
     asked = {"method": "cacheblend", "method_options": {"ratio": 0.5}}
-    limit = {} if "input" in body else {"max_tokens": 1}
+    limit = {"max_output_tokens" if "input" in body else "max_tokens": 1}
     response = served.http.post(path, json={"model": "tiny", "stream": stream, "ragcache": asked, **limit, **body})
     assert response.headers["X-Ragcache-Method"] == method
     assert stream or response.json()["ragcache"]["method"] == method
