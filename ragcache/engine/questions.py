@@ -75,6 +75,11 @@ class CheckedQuestion(NamedTuple):
     ahead: Prefetch | None
     learns: bool = False
 
+    def close(self) -> None:
+        """Give up the reads that no answer has taken."""
+        if self.ahead is not None:
+            self.ahead.close()
+
 
 class Questions:
     """Questions to a store. `ask`, `chat` and `complete` check the options, `stream` answers. Thread-safe."""
@@ -430,8 +435,7 @@ class Questions:
             if learner is not None and question.learns:
                 learner.see(request.prompt)
         finally:
-            if question.ahead is not None:
-                question.ahead.close()
+            question.close()
             end_team()
 
     def why(self, question: CheckedQuestion) -> list[Reason]:
@@ -439,13 +443,10 @@ class Questions:
 
         No passage is loaded, computed or changed.
         """
-        try:
-            request, kv = question.prepare(Clock(time.perf_counter())), self._parts.store.kv
-        finally:
-            if question.ahead is not None:
-                question.ahead.close()
+        with closing(question):
+            request = question.prepare(Clock(time.perf_counter()))
         keys = self._parts.block_keys.keys([hit.chunk for hit in request.hits])
-        there = kv.lookup(keys)
+        there = self._parts.store.kv.lookup(keys)
         tiers = [there[key].tier if key in there else None for key in keys]
         read = [(hit.chunk, tier) for hit, tier in zip(request.hits, tiers, strict=True)]
         return explain_read(self._parts, request.prompt, request.options.choice, read)
