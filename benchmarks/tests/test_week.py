@@ -107,8 +107,7 @@ def test_a_replay_that_falls_behind_says_by_how_much():
     assert late["behind_s"] == pytest.approx(2.0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("server", [False, True])
+@pytest.mark.parametrize("server", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_slice_is_counted_replayed_and_drawn(log, tmp_path, server):
     given = ["--trace", str(log), "--rooms", "100", "200000", "--requests", "4", "--speeds", "36000", "72000"]
     given += ["--shape=toy", "--threads=1", "--kv-mib=64", "--answer=3", "--environments", str(tmp_path)]
