@@ -12,10 +12,11 @@ import os
 import sys
 import time
 import traceback
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 
 @dataclass(frozen=True)
@@ -45,20 +46,20 @@ class Answer:
     reused: int
 
 
-class Worker:
+class Worker(Protocol):
+    @abstractmethod
     def about(self) -> dict[str, Any]:
         """Return the versions and settings of the running peer."""
-        raise NotImplementedError
 
     def read(self, passages: Sequence[Sequence[int]]) -> None:
         """Read passages one by one, ahead of all questions; a peer that cannot do so does nothing."""
 
+    @abstractmethod
     def ask(self, variant: str, prompts: Sequence[Prompt], tokens: Sequence[int], at: Sequence[float]) -> list[Answer]:
         """Answer prompts that arrive `at` seconds from now, by `tokens` tokens. Seconds count from their arrival.
 
         Slow peers (`PeerSpec.slow`) get prompts that all arrive now and want the same number of tokens.
         """
-        raise NotImplementedError
 
 
 def ask_by(
