@@ -27,3 +27,7 @@ def pytest_configure(config):
 
 def pytest_collection_finish():
     gc.freeze()  # what was imported stays until the end
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # modules of nanobind complain about objects that are left at the end
