@@ -270,12 +270,11 @@ def figure_2(parts: Sequence[tuple[str, Sequence[int]]]) -> tuple[list[int], Ten
     for number, (kind, tokens) in enumerate(parts):
         ids += tokens
         kinds += [(kind, number)] * len(tokens)
-    n = len(ids)
-    allowed = torch.zeros(n, n, dtype=torch.bool)
-    for row in range(n):
-        for column in range(row + 1):
-            allowed[row, column] = kinds[row][0] != "chunk" or kinds[row] == kinds[column]
-    return ids, allowed
+    sees = [
+        [column <= row and (kind[0] != "chunk" or kind == kinds[column]) for column in range(len(ids))]
+        for row, kind in enumerate(kinds)
+    ]
+    return ids, torch.tensor(sees)
 
 
 def linked(

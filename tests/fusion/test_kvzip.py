@@ -80,12 +80,8 @@ def expected_places(oracle, lm, before, chunk, behind, kept, always):
     scores = []
     for weights, shape in zip(out.attentions, lm.shape.layers, strict=True):
         groups = weights.shape[1] // shape.num_kv_heads
-        heads = []
-        for head in range(shape.num_kv_heads):
-            own = weights[0, head * groups : (head + 1) * groups]
-            heads.append([max(float(own[g, row, key]) for g in range(groups) for row in range(end, len(ids)))
-                          for key in range(start, end)])  # fmt: skip
-        scores.append(heads)
+        heads = weights[0, :, end:, start:end].unflatten(0, (shape.num_kv_heads, groups))
+        scores.append(heads.amax((1, 2)).tolist())
     return shared_out(scores, count, always)
 
 
