@@ -9,9 +9,10 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# A collection looks at a million objects of imported modules: one in ten seconds of the tests.
+# Imports make a million objects that stay. With Python's own thresholds, the garbage collector takes a tenth of the
+# tests' time, most of it to look at these objects again.
 gc.set_threshold(10_000, 20, 20)
-# Each client of a test server would read all certificates again, for a connection without TLS.
+# Otherwise each HTTP client reads all certificates again, although the test servers speak no TLS.
 ssl.create_default_context = cache(ssl.create_default_context)
 ROOT = Path(__file__).parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
@@ -26,8 +27,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    gc.freeze()  # what was imported stays until the end
+    gc.freeze()  # the garbage collector leaves out what was imported
 
 
 def pytest_unconfigure():
-    gc.unfreeze()  # modules of nanobind complain about objects that are left at the end
+    gc.unfreeze()  # nanobind's modules print a warning about objects that were never collected

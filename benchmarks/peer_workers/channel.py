@@ -52,7 +52,7 @@ class Worker(Protocol):
         """Return the versions and settings of the running peer."""
 
     def read(self, passages: Sequence[Sequence[int]]) -> None:
-        """Read passages one by one, ahead of all questions; a peer that cannot do so does nothing."""
+        """Read each passage alone, ahead of all questions; a peer that cannot do so does nothing."""
 
     @abstractmethod
     def ask(self, variant: str, prompts: Sequence[Prompt], tokens: Sequence[int], at: Sequence[float]) -> list[Answer]:

@@ -67,7 +67,7 @@ class CheckedQuestion(NamedTuple):
     """A question whose options have been checked.
 
     prepare: finds its passages and makes its prompt, once the clock runs
-    ahead:   reads of likely passages' KV that begin while retrieval still ranks; None if there are none
+    ahead:   reads of likely passages' KV that begin while retrieval still ranks; None: no such reads
     learns:  whether passages may be learnt from the prompt after its answer
     """
 
