@@ -7,6 +7,7 @@ model with the matrices in its weights.
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from transformers import PreTrainedModel
 from ragcache.errors import AdapterError, ConfigError
 from ragcache.models.adapter import Adapter, Base, write_adapter
 from ragcache.models.language_model import LanguageModel
-from ragcache.models.lora import LORA_FILE, Lora
+from ragcache.models.lora import DOWN, LORA_FILE, UP, Lora, take_pairs
 from ragcache.models.named import NAMED
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_train.train_options import LORA_ON
@@ -40,14 +41,14 @@ def add_lora(
 ) -> nn.Module:
     """Return the model with LoRA's matrices. Matrices and rows are float32, whatever the model's weights are.
 
-    alpha: scale of the matrices' product, over the rank; None: twice the rank, or the earlier adapter's alpha
+    alpha: scale of the matrices' product, over the rank; None: twice the rank
 
     earlier: the adapter whose matrices are trained further; the embedding has its rows already
     mixed:   whether passes use mixed precision, which casts the operands of products
     on_passages: whether the matrices act on passages' tokens alone
 
-    Raises ConfigError if peft is not installed, or the earlier adapter has another rank or alpha or acts on other
-    tokens, AdapterError if the earlier adapter is damaged.
+    Raises ConfigError if peft is not installed, or the earlier adapter has another rank or acts on other tokens,
+    AdapterError if the earlier adapter is damaged.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -55,26 +56,25 @@ def add_lora(
         from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError as error:
         raise ConfigError("LoRA needs peft; install ragcache-kv[train]") from error
-    if earlier is not None:
-        alpha = _same_scale(earlier, rank, alpha)
-        if earlier.on_passages != on_passages:
-            acts, wanted = (LORA_ON[on] for on in (earlier.on_passages, on_passages))
-            raise ConfigError(
-                f"lora_on is {wanted!r} and the matrices of {earlier.directory} were trained with {acts!r}; train with "
-                f"lora_on={acts!r}, or from its base, {earlier.base.name}"
-            )
+    if earlier is not None and earlier.on_passages != on_passages:
+        acts, wanted = (LORA_ON[on] for on in (earlier.on_passages, on_passages))
+        raise ConfigError(
+            f"lora_on is {wanted!r} and the matrices of {earlier.directory} were trained with {acts!r}; train with "
+            f"lora_on={acts!r}, or from its base, {earlier.base.name}"
+        )
+    alpha = 2 * rank if alpha is None else alpha
     embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
     added = sorted(spec.added_ids)
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=rank,
-        lora_alpha=2 * rank if alpha is None else alpha,  # type: ignore[arg-type]  # peft takes any number
+        lora_alpha=alpha,  # type: ignore[arg-type]  # peft takes any number
         target_modules="all-linear",
         trainable_token_indices={embedding: added} if added else None,
     )
     adapted: nn.Module = get_peft_model(model, config)
     if earlier is not None:
-        _load_matrices(adapted, earlier)
+        _load_matrices(adapted, earlier, rank, alpha)
     for layer in adapted.modules():
         own: Any = layer
         if isinstance(layer, TrainableTokensLayer):
@@ -115,36 +115,35 @@ def _rows_in_place(layer: Any, ids: Tensor, adapters: Sequence[str]) -> Tensor:
     return weight.index_copy(0, ids, layer.trainable_tokens_delta["default"].to(weight.dtype))
 
 
-def _same_scale(earlier: Adapter, rank: int, alpha: float | None) -> int:
-    """Return the earlier adapter's alpha. Raises ConfigError if the options contradict the adapter."""
-    path = earlier.directory / Lora.FILE
-    try:
-        stated = json.loads(path.read_text(encoding="utf-8"))
-        own = {"lora_rank": stated["r"], "lora_alpha": stated["lora_alpha"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise AdapterError(f"{path} is missing or damaged ({error}); get the adapter again") from error
-    wanted = {"lora_rank": rank, "lora_alpha": own["lora_alpha"] if alpha is None else alpha}
-    for name, value in wanted.items():
-        if value != own[name]:
-            raise ConfigError(
-                f"{name} is {value} and {earlier.directory}, from which training goes on, has {own[name]}; train with "
-                f"{name}={own[name]}, or from its base, {earlier.base.name}"
-            )
-    return int(own["lora_alpha"])
+def _load_matrices(adapted: nn.Module, earlier: Adapter, rank: int, alpha: float) -> None:
+    """Load the matrices only: the embedding has the rows already, and their ids may have changed.
 
+    If the earlier adapter has another alpha, both matrices of a product are scaled alike, so that the product stays the
+    same. Products that it lacks start anew: a shrunk adapter (`tools/shrink_adapter.py`) leaves out those that are 0.
 
-def _load_matrices(adapted: nn.Module, earlier: Adapter) -> None:
-    """Load the matrices only: the embedding has the rows already, and their ids may have changed."""
+    Raises ConfigError if it has another rank, AdapterError if it is damaged.
+    """
     path = earlier.directory / LORA_FILE
     try:
-        held = {name: tensor for name, tensor in load_file(path).items() if ".lora_" in name}
-        named = {name.replace(".weight", ".default.weight"): tensor for name, tensor in held.items()}
-        found = adapted.load_state_dict(named, strict=False)
-        lacking = [name for name in found.missing_keys if ".lora_" in name]
-        if lacking or found.unexpected_keys:
-            raise ValueError(f"{[*lacking, *found.unexpected_keys][0]} is in one of it and {earlier.base.name} alone")
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise AdapterError(f"{path} is missing or damaged ({error}); get the adapter again") from error
+        stated, held = json.loads((earlier.directory / Lora.FILE).read_text(encoding="utf-8")), load_file(path)
+        own, scale = stated["r"], math.sqrt(stated["lora_alpha"] / alpha)
+        pairs = take_pairs(held)
+        if left := [name for name in held if ".lora_" in name]:
+            raise ValueError(f"{left[0]} is there alone")
+        named = {
+            f"{name}{end.replace('.weight', '.default.weight')}": matrix.float() * scale
+            for name, pair in pairs.items()
+            for end, matrix in zip((DOWN, UP), pair, strict=True)
+        }
+        if own == rank and (unknown := adapted.load_state_dict(named, strict=False).unexpected_keys):
+            raise ValueError(f"{unknown[0]} has no place in {earlier.base.name}")
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        raise AdapterError(f"{earlier.directory}: the adapter is damaged ({error}); get it again") from error
+    if own != rank:
+        raise ConfigError(
+            f"lora_rank is {rank} and {earlier.directory}, from which training goes on, has {own}; train with "
+            f"lora_rank={own}, or from its base, {earlier.base.name}"
+        )
 
 
 def save_lora(

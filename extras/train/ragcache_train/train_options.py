@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -212,6 +213,8 @@ class TrainOptions:
             raise ConfigError(f"minutes is {self.minutes}; it must be more than 0")
         if self.lora_rank < 0:
             raise ConfigError(f"lora_rank is {self.lora_rank}; it must be at least 0 (0: train all weights)")
+        if self.lora_alpha is not None and not 0 < self.lora_alpha < math.inf:
+            raise ConfigError(f"lora_alpha is {self.lora_alpha}; it must be a number above 0")
         if self.merge and not self.lora_rank:
             raise ConfigError("merge goes with lora_rank: all weights are written whole anyway")
         if self.lora_on is not None:

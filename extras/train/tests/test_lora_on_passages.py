@@ -161,3 +161,37 @@ def test_a_smaller_adapter_reads_nearly_as_the_whole_one(trained, tmp_path):
     assert 0 < (ours - theirs).norm() < 0.1 * moved
     files = [path.stat().st_size for path in (trained / LORA_FILE, tmp_path / "small" / LORA_FILE)]
     assert files[1] < 0.7 * files[0]
+
+
+def products_of(adapter):
+    """Return what the matrices add to each layer's weight, float64 [out_features, in_features], by peft's formula."""
+    stated = json.loads((adapter / "adapter_config.json").read_text())
+    held = {name: tensor.double() for name, tensor in load_file(adapter / LORA_FILE).items()}
+    return {
+        name: stated["lora_alpha"] / stated["r"] * held[name.replace("lora_A", "lora_B")] @ down
+        for name, down in held.items()
+        if "lora_A" in name
+    }
+
+
+def test_training_goes_on_from_a_smaller_adapter(options, trained, tmp_path):
+    """Its alpha is another, and what follows the last layer's values is not in its file and starts anew."""
+    shrink(trained, tmp_path / "small", 3)
+    links = json.loads((trained / "adapter.json").read_text())["ragcache"].get("link_tokens", 0)
+    again = replace(options, model=tmp_path / "small", link_tokens=links, steps=1, out=tmp_path / "again")
+    small, same = products_of(tmp_path / "small"), products_of(train(replace(again, learning_rate=1e-12)).out)
+    assert 0 < len(small) < len(same)
+    for name, product in same.items():
+        wanted = small[name] if name in small else torch.zeros_like(product)
+        torch.testing.assert_close(product, wanted, atol=1e-7, rtol=1e-5)
+    moved = products_of(train(replace(again, out=tmp_path / "on")).out)
+    assert all((moved[name] - product).norm() > 0.01 * product.norm() for name, product in small.items())
+
+
+def test_half_a_product_is_damage_to_training_too(options, trained, tmp_path):
+    path = shutil.copytree(trained, tmp_path / "adapter") / LORA_FILE
+    held = load_file(path)
+    for end in ("q_proj.lora_A.weight", "q_proj.lora_B.weight"):
+        save_file({name: tensor for name, tensor in held.items() if not name.endswith(end)}, path)
+        with pytest.raises(AdapterError, match=r"q_proj.*get it again"):
+            train(replace(options, model=path.parent, out=tmp_path / "again"))

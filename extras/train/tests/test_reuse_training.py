@@ -143,6 +143,7 @@ def test_what_cannot_be_trained_is_refused_by_name(options, tmp_path):
         {"epochs": 0.0},
         {"minutes": 0},
         {"lora_rank": -1},
+        {"lora_alpha": 0.0},
         {"warmup": 2.0},
         {"learning_rate": 0.0},
         {"accumulate": 0},
