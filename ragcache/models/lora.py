@@ -53,7 +53,7 @@ class Lora:
             found = json.loads(path.read_text(encoding="utf-8"))
             base, kind = found[cls.BASE], found["peft_type"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise _damaged_lora(path.parent, error) from error
+            raise damaged_lora(path.parent, error) from error
         if kind != "LORA" or not isinstance(base, str) or not base:
             raise AdapterError(
                 f"{path}: a {kind} adapter of {base!r}; only LoRA adapters that name their base are merged"
@@ -82,7 +82,7 @@ class Lora:
                     raise ValueError(f"{names[0]} {reason}")
             merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
         except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
-            raise _damaged_lora(self.directory, error) from error
+            raise damaged_lora(self.directory, error) from error
         return merged.eval().requires_grad_(False)
 
     def attach(self, model: PreTrainedModel) -> None:
@@ -90,26 +90,41 @@ class Lora:
 
         Raises AdapterError for an adapter that is damaged or does not fit.
         """
+        _, scale, pairs = read_matrices(self.directory)
         try:
-            stated = json.loads((self.directory / self.FILE).read_text(encoding="utf-8"))
-            scale = stated["lora_alpha"] / stated["r"]
-            pairs = take_pairs(load_file(self.directory / LORA_FILE))
-            if not pairs:
-                raise ValueError("it holds no matrices")
             for name, (down, up) in pairs.items():
                 layer: Any = model.get_submodule(name.removeprefix(ROOT))
                 PassageMatrices(down, up, scale).add_to(layer, model)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
-            raise _damaged_lora(self.directory, error) from error
+        except (ValueError, AttributeError) as error:
+            raise damaged_lora(self.directory, error) from error
+
+
+def read_matrices(directory: Path) -> tuple[int, float, dict[str, tuple[Tensor, Tensor]]]:
+    """Return an adapter's rank, the scale of its products and each layer's matrices, down and up.
+
+    Raises AdapterError for an adapter that is damaged or holds no matrices.
+    """
+    try:
+        stated = json.loads((directory / Lora.FILE).read_text(encoding="utf-8"))
+        scale = stated["lora_alpha"] / stated["r"]
+        pairs = take_pairs(load_file(directory / LORA_FILE))
+        if not pairs:
+            raise ValueError("it holds no matrices")
+    except (OSError, ValueError, TypeError, KeyError, ArithmeticError, SafetensorError) as error:
+        raise damaged_lora(directory, error) from error
+    return stated["r"], scale, pairs
 
 
 def take_pairs(held: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     """Remove the two matrices of each layer, down and up, from the tensors of a peft file, and return them by layer.
 
-    Raises KeyError if a layer has only the first.
+    Raises KeyError if a layer has only one of them.
     """
     names = [name.removesuffix(DOWN) for name in held if name.endswith(DOWN)]
-    return {name: (held.pop(f"{name}{DOWN}"), held.pop(f"{name}{UP}")) for name in names}
+    pairs = {name: (held.pop(f"{name}{DOWN}"), held.pop(f"{name}{UP}")) for name in names}
+    if alone := next((name for name in held if ".lora_" in name), None):
+        raise KeyError(alone)
+    return pairs
 
 
 class PassageMatrices(nn.Module):
@@ -141,6 +156,6 @@ class PassageMatrices(nn.Module):
         return output if encoding() is None else output + F.linear(F.linear(args[0], self.down), self.up)
 
 
-def _damaged_lora(directory: Path, error: Exception) -> AdapterError:
+def damaged_lora(directory: Path, error: Exception) -> AdapterError:
     reason = str(error).strip().split("\n")[0]
     return AdapterError(f"{directory}: the LoRA adapter is damaged, or of another base ({reason}); get it again")

@@ -6,7 +6,6 @@ model with the matrices in its weights.
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 from collections.abc import Iterator, Sequence
@@ -16,15 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ragcache.errors import AdapterError, ConfigError
+from ragcache.errors import ConfigError
 from ragcache.models.adapter import Adapter, Base, write_adapter
 from ragcache.models.language_model import LanguageModel
-from ragcache.models.lora import DOWN, LORA_FILE, UP, Lora, take_pairs
+from ragcache.models.lora import DOWN, LORA_FILE, UP, damaged_lora, read_matrices
 from ragcache.models.named import NAMED
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_train.train_options import LORA_ON
@@ -123,27 +121,23 @@ def _load_matrices(adapted: nn.Module, earlier: Adapter, rank: int, alpha: float
 
     Raises ConfigError if it has another rank, AdapterError if it is damaged.
     """
-    path = earlier.directory / LORA_FILE
-    try:
-        stated, held = json.loads((earlier.directory / Lora.FILE).read_text(encoding="utf-8")), load_file(path)
-        own, scale = stated["r"], math.sqrt(stated["lora_alpha"] / alpha)
-        pairs = take_pairs(held)
-        if left := [name for name in held if ".lora_" in name]:
-            raise ValueError(f"{left[0]} is there alone")
-        named = {
-            f"{name}{end.replace('.weight', '.default.weight')}": matrix.float() * scale
-            for name, pair in pairs.items()
-            for end, matrix in zip((DOWN, UP), pair, strict=True)
-        }
-        if own == rank and (unknown := adapted.load_state_dict(named, strict=False).unexpected_keys):
-            raise ValueError(f"{unknown[0]} has no place in {earlier.base.name}")
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        raise AdapterError(f"{earlier.directory}: the adapter is damaged ({error}); get it again") from error
+    own, scale, pairs = read_matrices(earlier.directory)
     if own != rank:
         raise ConfigError(
             f"lora_rank is {rank} and {earlier.directory}, from which training goes on, has {own}; train with "
             f"lora_rank={own}, or from its base, {earlier.base.name}"
         )
+    try:
+        share = math.sqrt(scale / (alpha / rank))
+        named = {
+            f"{name}{end.replace('.weight', '.default.weight')}": matrix.float() * share
+            for name, pair in pairs.items()
+            for end, matrix in zip((DOWN, UP), pair, strict=True)
+        }
+        if unknown := adapted.load_state_dict(named, strict=False).unexpected_keys:
+            raise ValueError(f"{unknown[0]} has no place in {earlier.base.name}")
+    except (ValueError, RuntimeError) as error:
+        raise damaged_lora(earlier.directory, error) from error
 
 
 def save_lora(
