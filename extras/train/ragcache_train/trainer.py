@@ -324,7 +324,7 @@ def _arguments(options: TrainOptions, out: Path, device: str, steps: int) -> Tra
         seed=options.seed,
         save_steps=options.save_every,
         save_total_limit=options.keep_checkpoints,
-        logging_steps=options.log_every,
+        logging_steps=min(options.log_every, steps),  # the report of a short run says its loss too
         bf16=options.runs_bfloat16(device),
         use_cpu=not on_gpu,
         dataloader_pin_memory=on_gpu,

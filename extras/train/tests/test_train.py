@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,10 +32,11 @@ def run(base, data, out, *more):
 
 def test_a_run(base, data, tmp_path):
     out = tmp_path / "out"
-    result = run(base, data, out, "--steps", "2", "--link-tokens", "1", "--link-slots", "3", "--log-every", "1")
+    result = run(base, data, out, "--steps", "2", "--link-tokens", "1", "--link-slots", "3")
     assert result.exit_code == 0, result.output
     assert "1 used, 1 left out" in result.stdout
-    assert "step 2 of 2" in result.stderr
+    last = re.search(r"step 2 of 2 +loss ([0-9.]+)", result.stderr)
+    assert re.search(rf"last loss +{last[1]}\n", result.stdout)
     config = json.loads((out / "config.json").read_text(encoding="utf-8"))
     assert config["ragcache"] == TrainedTokens("link", "isolated", 1, 3, 258, 261, 262).section()
 
