@@ -109,9 +109,9 @@ def script(tmp_path):
     venv = tmp_path / "venv"
     (venv / "bin").mkdir(parents=True)
     (venv / "bin" / "python").symlink_to(sys.executable)
-    told = venv / "bin" / "ragcache"
-    told.write_text(f"#!/bin/bash\nprintf '%s\\n' ... \"$@\" >> {tmp_path}/asked\n")
-    told.chmod(0o755)
+    command = venv / "bin" / "ragcache"
+    command.write_text(f"#!/bin/bash\nprintf '%s\\n' ... \"$@\" >> {tmp_path}/asked\n")
+    command.chmod(0o755)
     project = (root / "pyproject.toml").read_bytes()
     pinned = subprocess.run(["cksum"], input=project, capture_output=True, check=True).stdout.decode().strip()
     (venv / ".ragcache-train,offline").write_text(f"{pinned} {root}\n")
